@@ -1,0 +1,145 @@
+"""Masks as small lazy values: a predicate on indices, and what it says of a whole tile.
+
+A mask never becomes an array of queries by keys. It answers two questions:
+
+* ``visible(q, kv)``: the predicate itself, on broadcastable index arrays of any array library
+  (NumPy in schedules, JAX in kernels, torch in the eager reference);
+* ``bounds(q0, q1, kv0, kv1)``: for tiles ``[q0, q1) x [kv0, kv1)``, whether any pair, and whether every
+  pair, is visible. Integer arrays broadcast, so one call answers for many tiles. The answer may be
+  cautious (any when none, not every when every) only for composed masks; it costs work, never a result.
+
+Masks compose with ``&``, ``|`` and ``~``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+Index = Any  # an integer array of NumPy, JAX or torch, or an int
+Answer = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys each query sees. Subclasses are frozen, hashable and hold only static values."""
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        """Whether query ``q`` sees key ``kv``: booleans of the broadcast shape."""
+        raise NotImplementedError
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        """(any, every) pair of the tiles ``[q0, q1) x [kv0, kv1)`` visible; tiles are not empty."""
+        raise NotImplementedError
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether ``visible`` depends on ``q - kv`` alone."""
+        return False
+
+    def __and__(self, other: Mask) -> Mask:
+        return self if isinstance(other, Full) else And(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        return (q == q) & (kv == kv)
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        yes = np.ones(np.broadcast_shapes(np.shape(q0), np.shape(kv0)), bool)
+        return yes, yes
+
+    @property
+    def shift_invariant(self) -> bool:
+        return True
+
+    def __and__(self, other: Mask) -> Mask:
+        return other
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+    """Query ``q`` sees keys up to ``q + offset``.
+
+    ``offset=0`` aligns the diagonal top-left, as ``scaled_dot_product_attention(is_causal=True)`` does;
+    ``offset=kv_len - q_len`` aligns it bottom-right, as decoding and FlashAttention do.
+    """
+
+    offset: int = 0
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        return kv <= q + self.offset
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        return np.asarray(kv0 <= q1 - 1 + self.offset), np.asarray(kv1 - 1 <= q0 + self.offset)
+
+    @property
+    def shift_invariant(self) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class And(Mask):
+    """Pairs that both masks show."""
+
+    left: Mask
+    right: Mask
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        return self.left.visible(q, kv) & self.right.visible(q, kv)
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        (some, every), (some_, every_) = (m.bounds(q0, q1, kv0, kv1) for m in (self.left, self.right))
+        return some & some_, every & every_
+
+    @property
+    def shift_invariant(self) -> bool:
+        return self.left.shift_invariant and self.right.shift_invariant
+
+
+@dataclasses.dataclass(frozen=True)
+class Or(Mask):
+    """Pairs that either mask shows."""
+
+    left: Mask
+    right: Mask
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        return self.left.visible(q, kv) | self.right.visible(q, kv)
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        (some, every), (some_, every_) = (m.bounds(q0, q1, kv0, kv1) for m in (self.left, self.right))
+        return some | some_, every | every_
+
+    @property
+    def shift_invariant(self) -> bool:
+        return self.left.shift_invariant and self.right.shift_invariant
+
+
+@dataclasses.dataclass(frozen=True)
+class Not(Mask):
+    """Pairs that the mask hides."""
+
+    mask: Mask
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        return ~self.mask.visible(q, kv)
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        some, every = self.mask.bounds(q0, q1, kv0, kv1)
+        return ~every, ~some
+
+    @property
+    def shift_invariant(self) -> bool:
+        return self.mask.shift_invariant

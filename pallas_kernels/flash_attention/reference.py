@@ -39,8 +39,9 @@ def attention_reference(q: Any, k: Any, v: Any, *, spec: AttentionSpec, xp: Any)
     if spec.softcap is not None:
         s = spec.softcap * xp.tanh(s / spec.softcap)
 
-    rows = xp.arange(q_len, device=q.device)[:, None]
-    columns = xp.arange(kv_len, device=q.device)[None, :]
+    device = getattr(q, "device", None)  # a JAX tracer has none
+    rows = xp.arange(q_len, device=device)[:, None]
+    columns = xp.arange(kv_len, device=device)[None, :]
     s = xp.where(spec.mask.visible(rows, columns), s, -xp.inf)
     top = xp.amax(s, axis=-1, keepdims=True)
     p = xp.exp(s - xp.where(top == -xp.inf, 0.0, top))

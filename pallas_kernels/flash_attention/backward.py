@@ -1,0 +1,416 @@
+"""Flash attention, backward: dq, dk and dv in one kernel, probabilities recomputed from lse.
+
+With P = exp(S - lse) and delta = sum_d O dO - dlse for each query (Dao, FlashAttention-2, arXiv:2307.08691,
+algorithm 2; the term in dlse is the gradient of the log-sum-exp, d lse / d S = P):
+
+    dV = P^T dO        dP = dO V^T        dS = P (dP - delta)        dQ = dS K        dK = dS^T Q
+
+One row of the schedule is a block of keys, its columns the queries that see it, over all query heads of the
+group. Logits are computed transposed, S^T = K Q^T: lse and delta are then row vectors, and P^T dO and dS^T Q
+need no transposed operand. ``transposed`` blocks keep the gradients transposed as well,
+
+    dV^T = dO^T P      dK^T = Q^T dS      dQ^T = K^T dS^T
+
+so that P and dS are the stationary operands of a 256-wide MXU and only head_dim rows stream past.
+
+In VMEM: one block of K and V, dK and dV of it in float32; ``memory_q`` queries of Q, O, dO, lse; dQ of all
+queries of the group (or of a chunk of them) in float32. So nothing partial reaches HBM. A block of dQ leaves
+in the first step in which it is final and the output is free.
+
+Software-pipelined by hand: the exponentials of the next tiles are issued before the products of this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import schedule, scores
+from pallas_kernels.flash_attention.blocks import BackwardBlocks
+from pallas_kernels.flash_attention.forward import MASKED, NN, NT, dot
+from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.hardware import Hardware
+
+TN = (((0,), (0,)), ((), ()))  # a.T @ b
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Keys ``[kv, kv + n_kv)`` of the block and queries ``[q, q + n_q)`` of the columns at hand.
+
+    ``place`` is the (key, query) position that the mask is asked about, or None where all is visible;
+    ``first`` says that nothing was added to these keys' gradients before.
+    """
+
+    kv: int
+    n_kv: int
+    q: int
+    n_q: int
+    place: tuple[Any, Any] | None = None
+    first: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """One grid step of the backward pass: the references, and what is static."""
+
+    q: Any  # (1, memory_q, D)
+    k: Any  # (1, block_kv, D)
+    v: Any  # (1, block_kv, Dv)
+    o: Any  # (1, memory_q, Dv)
+    do: Any  # (1, memory_q, Dv)
+    lse: Any  # (1, 1, memory_q) float32, times log2(e)
+    dlse: Any  # (1, 1, memory_q) float32, or None
+    dq: Any  # (1, flush, D)
+    dk: Any  # (1, block_kv, D)
+    dv: Any  # (1, block_kv, Dv)
+    dq_acc: Any  # (group * chunk_q, D) float32; the accumulators are transposed if the blocks are
+    dk_acc: Any  # (block_kv, D) float32
+    dv_acc: Any  # (block_kv, Dv) float32
+    kt: Any  # (D, block_kv) if transposed, else None
+    blocks: BackwardBlocks
+    spec: AttentionSpec
+
+    def along(self, ref: Any, start: Any, n: int) -> Any:
+        """``n`` positions of the sequence, whichever axis of an accumulator that is."""
+        part = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, 128), n)
+        return ref.at[:, part] if self.blocks.transposed else ref.at[part, :]
+
+    def add(self, column: Any, dq_column: Any, tiles: list[_Tile]) -> None:
+        """Adds tiles to the gradients; ``column`` counts queries in VMEM, ``dq_column`` those of ``dq_acc``."""
+        transposed = self.blocks.transposed
+        low, high = min(t.q for t in tiles), max(t.q + t.n_q for t in tiles)
+        every = pl.ds(pl.multiple_of(column + low, 128), high - low)
+        o, do = self.o[0, every, :].astype(jnp.float32), self.do[0, every, :]
+        # delta anew for each block of keys: here it hides behind the MXU
+        if transposed:  # both are operands of two products
+            qt, dot_ = self.q[0, every, :].T, do.T
+            delta = jnp.sum(o.T * dot_.astype(jnp.float32), axis=0, keepdims=True)
+        else:
+            delta = jnp.sum((o * do.astype(jnp.float32)).T, axis=0, keepdims=True)
+        if self.dlse is not None:
+            delta = delta - self.dlse[0, :, every]
+
+        def queries(t: _Tile) -> Any:
+            return pl.ds(pl.multiple_of(column + t.q, 128), t.n_q)
+
+        def probabilities(t: _Tile) -> tuple[Array, Array]:
+            keys, here = slice(t.kv, t.kv + t.n_kv), slice(t.q - low, t.q - low + t.n_q)
+            k, v = self.k[0, keys, :], self.v[0, keys, :]
+            if transposed:
+                products, dp = dot(k, qt[:, here], NN), dot(v, dot_[:, here], NN)
+            else:
+                products, dp = dot(k, self.q[0, queries(t), :], NT), dot(v, self.do[0, queries(t), :], NT)
+            logits = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
+            s = logits - self.lse[0, :, queries(t)]
+            if t.place is not None:
+                kv = t.place[0] + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+                q = t.place[1] + lax.broadcasted_iota(jnp.int32, s.shape, 1)
+                s = jnp.where(self.spec.mask.visible(q, kv), s, MASKED)
+            p = jnp.exp2(s)
+            ds = p * (dp - delta[:, here])
+            ds = scores.products_gradient(ds, logits, softcap=self.spec.softcap)
+            return p.astype(k.dtype), ds.astype(k.dtype)
+
+        def products(p: Array, ds: Array, t: _Tile) -> None:
+            keys, here = slice(t.kv, t.kv + t.n_kv), slice(t.q - low, t.q - low + t.n_q)
+            if transposed:
+                dv, dk = dot(dot_[:, here], p, NT), dot(qt[:, here], ds, NT)
+                dq = dot(self.kt[:, keys], ds, NN)
+            else:
+                dv, dk = dot(p, self.do[0, queries(t), :], NN), dot(ds, self.q[0, queries(t), :], NN)
+                dq = dot(ds, self.k[0, keys, :], TN)
+            for ref, value in ((self.dv_acc, dv), (self.dk_acc, dk)):
+                part = self.along(ref, t.kv, t.n_kv)
+                part[...] = value if t.first else part[...] + value
+            part = self.along(self.dq_acc, dq_column + t.q, t.n_q)
+            part[...] += dq
+
+        ahead: list[tuple[Array, Array, _Tile]] = []
+        for t in tiles:
+            ahead.append((*probabilities(t), t))
+            if len(ahead) > self.blocks.ahead:
+                products(*ahead.pop(0))
+        for x in ahead:
+            products(*x)
+
+    def result(self, acc: Any, factor: float, ref: Any) -> Array:
+        x = (acc[...] * factor).astype(ref.dtype)
+        return x.T if self.blocks.transposed else x
+
+
+def _border_tiles(p: _Pass, border: schedule.Border, key: Any, query: Any, fresh: bool) -> list[_Tile]:
+    """The border's tiles; queries count from the border's first. ``key``, ``query``: positions of its origin."""
+    sub = p.blocks.border
+    if border.shift is not None:
+        key, query = 0, border.shift  # the mask asks for differences only: known now
+    touched: set[int] = set()
+    tiles = []
+    for kv0, kv1, first, last in schedule.rectangles(border, sub, p.blocks.tile_q, p.blocks.border):
+        offset, strips = border.offsets[first], range(kv0 // sub, kv1 // sub)
+        cut = any(border.states[c][n] != schedule.FULL for c in range(first, last) for n in strips)
+        tiles.append(
+            _Tile(
+                kv0, kv1 - kv0, offset, (last - first) * sub,
+                place=(key + kv0, query + offset) if cut else None,
+                first=fresh and not touched & set(strips),
+            )
+        )
+        touched |= set(strips)
+    return tiles
+
+
+def _step(p: _Pass, kind: schedule.Kind, flush: bool, chunk: int, memory: int, read: Callable[[str], Any]) -> None:
+    """The body of one kind of step; ``flush``: a block of dq leaves after it."""
+    b = p.blocks
+    whole_border = kind.border is not None and all(map(any, zip(*kind.border.states)))
+    fresh = kind.first and whole_border
+    if kind.first:
+        if b.transposed:
+            p.kt[...] = p.k[0].T
+        if not fresh:
+            p.dk_acc[...] = jnp.zeros_like(p.dk_acc)
+            p.dv_acc[...] = jnp.zeros_like(p.dv_acc)
+
+    in_group, in_memory = read("repeat") * chunk, read("memory") * memory
+    key, origin = read("row") * b.block_kv, read("origin")
+    if kind.border is not None:
+        start = read("border_start")
+        tiles = _border_tiles(p, kind.border, key, origin + start, fresh)
+        p.add(start - in_memory, in_group + start, tiles)
+    if kind.run is not None:
+        start = read("start")
+
+        def body(n: Any, carry: Any) -> Any:
+            at = start + n * b.block_q
+            tiles = [
+                _Tile(kv, b.tile_kv, q, b.tile_q, place=(key + kv, origin + at + q) if kind.run else None)
+                for q in range(0, b.block_q, b.tile_q)
+                for kv in range(0, b.block_kv, b.tile_kv)
+            ]
+            p.add(at - in_memory, in_group + at, tiles)
+            return carry
+
+        lax.fori_loop(0, read("tiles"), body, 0)
+    if flush:
+        width = p.dq.shape[1]
+        p.dq[0] = p.result(p.along(p.dq_acc, read("dq") * width, width), p.spec.scale, p.dq)
+    if kind.last:
+        p.dk[0] = p.result(p.dk_acc, p.spec.scale, p.dk)
+        p.dv[0] = p.result(p.dv_acc, 1.0, p.dv)
+
+
+def _kernel(
+    *refs: Any, table: schedule.Table, kinds: tuple, blocks: BackwardBlocks, spec: AttentionSpec,
+    chunk: int, has_dlse: bool,
+) -> None:
+    prefetch, refs = refs[: len(table.operands)], refs[len(table.operands) :]
+    inputs, rest = list(refs[: 6 + has_dlse]), list(refs[6 + has_dlse :])
+    inputs += [None] * (not has_dlse)
+    rest += [None] * (not blocks.transposed)
+    p = _Pass(*inputs, *rest, blocks=blocks, spec=spec)
+    n = pl.program_id(1)
+    read = lambda name: table.read(name, n, prefetch)  # noqa: E731
+
+    @pl.when(n == 0)
+    def _() -> None:
+        p.dq_acc[...] = jnp.zeros_like(p.dq_acc)
+
+    for index, (kind, flush) in enumerate(kinds):
+        body = functools.partial(_step, p, kind, flush, chunk, blocks.memory_q, read)
+        pl.when(read("kind") == index)(body)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Steps of one chunk of queries, and the block of dq that leaves in each (or is next to leave)."""
+
+    steps: tuple[schedule.Step, ...]
+    dq: tuple[int, ...]
+    flush: tuple[bool, ...]
+
+
+def _plan(spec: AttentionSpec, tiling: schedule.Tiling, origin: int, group: int, width: int) -> _Plan:
+    """Lets each block of dq, ``width`` queries, leave once it is final, at most one a step."""
+    steps = list(schedule.build(spec.mask, tiling, rows_are_queries=False, origin=origin, repeats=group))
+    # A loop of no iterations is cheaper than a second program that differs only in having no loop.
+    kinds = {step.kind for step in steps}
+    for n, step in enumerate(steps):
+        with_run = dataclasses.replace(step.kind, run=False)
+        if step.kind.run is None and with_run in kinds:
+            steps[n] = dataclasses.replace(step, kind=with_run)
+    in_repeat = tiling.columns // width
+    final = [0] * (group * in_repeat)
+    for n, step in enumerate(steps):
+        for low, high in schedule.visited(step, tiling):
+            for block in range(low // width, -(-high // width)):
+                final[step.repeat * in_repeat + block] = n
+    dq, flush = [], []
+    for block in sorted(range(len(final)), key=final.__getitem__):
+        waits = max(final[block] - len(dq), 0)
+        dq += [block] * (waits + 1)
+        flush += [False] * waits + [True]
+    idle = dataclasses.replace(
+        steps[-1], start=None, tiles=0, border_start=None,
+        kind=schedule.Kind(first=False, last=False, run=None, remainder=0, border=None),
+    )
+    steps += [idle] * (len(dq) - len(steps))
+    dq += [dq[-1]] * (len(steps) - len(dq))
+    flush += [False] * (len(steps) - len(flush))
+    return _Plan(tuple(steps), tuple(dq), tuple(flush))
+
+
+def backward(
+    q: Float[Array, "h m d"],
+    k: Float[Array, "g n d"],
+    v: Float[Array, "g n e"],
+    o: Float[Array, "h m e"],
+    lse: Float[Array, "h m"],
+    do: Float[Array, "h m e"],
+    dlse: Float[Array, "h m"] | None = None,
+    *,
+    spec: AttentionSpec,
+    blocks: BackwardBlocks,
+    hardware: Hardware,
+) -> tuple[Float[Array, "h m d"], Float[Array, "g n d"], Float[Array, "g n e"]]:
+    """Gradients of attention of padded heads.
+
+    Args:
+        q, o, do: ``[batch * heads, q_len, head_dim]``; ``q_len`` a multiple of ``blocks.chunk_q``, or of
+            ``blocks.memory_q``. Padded queries have zero ``do`` and an ``lse`` of -inf.
+        k, v: ``[batch * kv_heads, kv_len, head_dim]``; ``kv_len`` a multiple of ``blocks.block_kv``.
+        lse: ``[batch * heads, q_len]`` float32, natural logarithm; -inf for a query that sees nothing.
+        dlse: gradient of ``lse``, or None for zero.
+        spec, blocks, hardware: as in the forward pass.
+
+    Returns:
+        ``dq``, ``dk``, ``dv`` like ``q``, ``k``, ``v``.
+    """
+    heads, q_len, dim = q.shape
+    kv_heads, kv_len, value_dim = v.shape
+    group = heads // kv_heads
+    chunk = blocks.chunk_q or q_len
+    chunks = q_len // chunk
+    width = min(blocks.block_kv, blocks.memory_q)
+    tiling = schedule.Tiling(
+        rows=kv_len, columns=chunk, row_block=blocks.block_kv, memory=blocks.memory_q, tile=blocks.block_q,
+        sub=blocks.border,
+    )
+    plans = [_plan(spec, tiling, n * chunk, group, width) for n in range(chunks)]
+    longest = max(len(plan.steps) for plan in plans)
+    kinds = tuple(dict.fromkeys((s.kind, f) for plan in plans for s, f in zip(plan.steps, plan.flush)))
+
+    def table(n: int) -> schedule.Table:
+        plan = plans[n]
+        columns = {
+            "row": [s.row for s in plan.steps],
+            "repeat": [s.repeat for s in plan.steps],
+            "memory": [s.memory for s in plan.steps],
+            "kind": [kinds.index(kind) for kind in zip((s.kind for s in plan.steps), plan.flush)],
+            "start": [s.start for s in plan.steps],
+            "tiles": [s.tiles for s in plan.steps],
+            "border_start": [s.border_start for s in plan.steps],
+            "origin": [n * chunk] * len(plan.steps),
+            "dq": plan.dq,
+        }
+        # Chunks have one program: those with fewer steps idle at the end, in a kind that none has.
+        columns = {
+            name: [*values, *[len(kinds) if name == "kind" else values[-1]] * (longest - len(values))]
+            for name, values in columns.items()
+        }
+        return schedule.Table(columns, stored=chunks > 1)
+
+    lse = jnp.where(jnp.isneginf(lse), -MASKED, lse * scores.LOG2E)[:, None]
+    operands = (q, k, v, o, do, lse) + (() if dlse is None else (dlse[:, None],))
+    call = functools.partial(
+        _call, operands=operands, kinds=kinds, blocks=blocks, spec=spec, chunk=chunk, width=width,
+        hardware=hardware, grid=(kv_heads, longest), partial=chunks > 1,
+    )
+    if chunks == 1:
+        whole = table(0)
+        return call(whole, whole.operands)
+
+    def body(sums: tuple, prefetch: Any) -> tuple:
+        dq, dk, dv = call(table(0), (prefetch,))
+        return (sums[0] + dk, sums[1] + dv), dq
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+    (dk, dv), dq = lax.scan(body, zeros, np.stack([table(n).operand for n in range(chunks)]))
+    dq = jnp.swapaxes(dq, 0, 1).reshape(q.shape)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _call(
+    table: schedule.Table, prefetch: tuple, *, operands: tuple, kinds: tuple, blocks: BackwardBlocks,
+    spec: AttentionSpec, chunk: int, width: int, hardware: Hardware, grid: tuple[int, int], partial: bool,
+) -> tuple[Array, Array, Array]:
+    """The kernel over one chunk of queries; ``partial`` leaves dk and dv in float32, to be summed."""
+    q, k, v, *_ = operands
+    heads, _, dim = q.shape
+    kv_heads, kv_len, value_dim = v.shape
+    group = heads // kv_heads
+    f32 = jnp.float32
+
+    def column(b: Any, n: Any, refs: tuple) -> tuple[Any, Any]:
+        """Query head, and block of queries in it, of step ``n``."""
+        block = (table.read("origin", n, refs) // blocks.memory_q) + table.read("memory", n, refs)
+        return b * group + table.read("repeat", n, refs), block
+
+    def queries(depth: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, blocks.memory_q, depth), lambda b, n, *refs: (*column(b, n, refs), 0))
+
+    def keys(depth: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, blocks.block_kv, depth), lambda b, n, *refs: (b, table.read("row", n, refs), 0))
+
+    def statistics(b: Any, n: Any, *refs: Any) -> tuple[Any, int, Any]:
+        head, block = column(b, n, refs)
+        return head, 0, block
+
+    def across(n: int, depth: int) -> Any:
+        return pltpu.VMEM((depth, n) if blocks.transposed else (n, depth), f32)
+
+    row = pl.BlockSpec((1, 1, blocks.memory_q), statistics)
+    dq, dk, dv = pl.pallas_call(
+        functools.partial(_kernel, table=table, kinds=kinds, blocks=blocks, spec=spec, chunk=chunk,
+                          has_dlse=len(operands) > 6),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetch),
+            grid=grid,
+            in_specs=[
+                queries(dim), keys(dim), keys(value_dim), queries(value_dim), queries(value_dim),
+                *[row] * (len(operands) - 5),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, width, dim), lambda b, n, *refs: (b, table.read("dq", n, refs), 0)),
+                keys(dim),
+                keys(value_dim),
+            ],
+            scratch_shapes=[
+                across(group * chunk, dim), across(blocks.block_kv, dim), across(blocks.block_kv, value_dim),
+                *([pltpu.VMEM((dim, blocks.block_kv), k.dtype)] if blocks.transposed else []),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((kv_heads, group * chunk, dim), q.dtype),
+            jax.ShapeDtypeStruct(k.shape, f32 if partial else k.dtype),
+            jax.ShapeDtypeStruct(v.shape, f32 if partial else v.dtype),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            # heads in parallel: both cores of a v4 or v5p chip work
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=hardware.vmem_bytes,
+        ),
+        interpret=hardware.interpret,
+        name="flash_attention_backward",
+    )(*prefetch, *operands)
+    return dq.reshape(heads, chunk, dim), dk, dv

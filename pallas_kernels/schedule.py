@@ -1,0 +1,329 @@
+"""Mask -> the tiles to visit: the worklist of a kernel, made once from static shapes.
+
+A kernel walks *rows* (blocks of queries in the forward pass, of keys in the backward) and, for each, the
+*columns* that the mask shows. One grid step is one row, one block of columns in fast memory, and in it
+
+* a run: consecutive tiles of columns, all of them full (no mask) or all of them partly visible (mask);
+* then a border: partly visible tiles whose visible sub-tiles are known when the kernel is compiled, so that
+  straight-line code computes those and nothing else. A causal diagonal is one border, the same for every row.
+
+Steps that differ only in numbers are of one *kind*, and a kernel has one specialised body for each kind.
+Numbers that are a clamped affine function of the step cost nothing; others go to scalar memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.masks import Mask
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+# More borders than this make a program too long to fetch; the rarer ones become masked runs.
+MAX_BORDERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How one pass divides its rows and columns; every number is in elements of the sequence.
+
+    Attributes:
+        rows, columns: padded lengths, multiples of ``row_block`` and ``memory``.
+        row_block: rows of one grid step.
+        memory: columns in fast memory during one grid step.
+        tile: columns of one iteration of a run; divides ``memory``.
+        sub: side of the sub-tiles in which borders are cut; divides ``row_block`` and ``tile``.
+        unroll: tiles that one loop iteration computes.
+    """
+
+    rows: int
+    columns: int
+    row_block: int
+    memory: int
+    tile: int
+    sub: int
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        for whole, part in (
+            ("rows", "row_block"),
+            ("columns", "memory"),
+            ("memory", "tile"),
+            ("row_block", "sub"),
+            ("tile", "sub"),
+        ):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(f"{part}={getattr(self, part)} must divide {whole}={getattr(self, whole)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Border:
+    """Partly visible tiles of a step, cut in sub-tiles.
+
+    Attributes:
+        shift: first column less first row, if that is the same wherever the border occurs and the mask
+            depends on nothing else; else None, and the mask is evaluated on absolute positions.
+        offsets: where each sub-column begins, counted from the first.
+        states: for each sub-column, the state of each strip of rows: EMPTY, PARTIAL or FULL.
+    """
+
+    shift: int | None
+    offsets: tuple[int, ...]
+    states: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is known of a step when the kernel is compiled.
+
+    Attributes:
+        first, last: whether the step begins, and ends, its row.
+        run: None without a run; else whether its tiles need the mask.
+        remainder: tiles of the run, less its last, that are left over by the unrolled loop.
+        border: the border, if the step has one.
+    """
+
+    first: bool
+    last: bool
+    run: bool | None
+    remainder: int
+    border: Border | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One grid step. ``start`` (of the run) and ``border_start`` count columns of one repeat, or are None."""
+
+    row: int
+    repeat: int
+    memory: int
+    kind: Kind
+    start: int | None
+    tiles: int
+    border_start: int | None
+
+
+def states(mask: Mask, r0: Any, r1: Any, c0: Any, c1: Any, *, rows_are_queries: bool) -> np.ndarray:
+    """EMPTY, PARTIAL or FULL of the tiles ``[r0, r1) x [c0, c1)``."""
+    some, every = mask.bounds(r0, r1, c0, c1) if rows_are_queries else mask.bounds(c0, c1, r0, r1)
+    return np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+
+
+def _runs(tile_states: np.ndarray, wanted: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """(first tile, tiles, state) of each maximal run of equal states among those wanted."""
+    edges = np.flatnonzero(np.diff(tile_states, prepend=-1, append=-1))
+    return [
+        (int(a), int(b - a), int(tile_states[a]))
+        for a, b in zip(edges[:-1], edges[1:])
+        if tile_states[a] in wanted
+    ]
+
+
+def _border(
+    mask: Mask, t: Tiling, row0: int, tiles: np.ndarray, rows_are_queries: bool
+) -> tuple[int, Border | None]:
+    """(first column, border) of the partly visible tiles that begin at the columns ``tiles``."""
+    columns = (tiles[:, None] + np.arange(0, t.tile, t.sub)).reshape(-1, 1)
+    strips = row0 + np.arange(0, t.row_block, t.sub)[None, :]
+    cut = states(mask, strips, strips + t.sub, columns, columns + t.sub, rows_are_queries=rows_are_queries)
+    seen = cut.any(axis=1)
+    if not seen.any():  # the mask was cautious about a tile that its parts show to be empty
+        return 0, None
+    columns, cut = columns[seen, 0], cut[seen]
+    first = int(columns[0])
+    return first, Border(
+        shift=first - row0 if mask.shift_invariant else None,
+        offsets=tuple(int(c) - first for c in columns),
+        states=tuple(tuple(int(s) for s in strip) for strip in cut),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def build(
+    mask: Mask, tiling: Tiling, *, rows_are_queries: bool = True, origin: int = 0, repeats: int = 1
+) -> tuple[Step, ...]:
+    """The steps that show every visible pair once, row after row, each row's columns in order.
+
+    Args:
+        mask: what is visible; positions beyond the true lengths must be hidden by it, where they matter.
+        tiling: block sizes.
+        rows_are_queries: False when rows are keys and columns queries.
+        origin: where column 0 lies in the sequence that the mask speaks of.
+        repeats: times that each row walks the columns (the query heads of a group, for a block of keys).
+
+    Returns:
+        At least one step a row; a row that sees nothing has one without run or border.
+    """
+    t = tiling
+    starts = origin + np.arange(0, t.columns, t.tile)
+    cells = []  # (row, memory block, states of its tiles, border start, border)
+    for row, row0 in enumerate(range(0, t.rows, t.row_block)):
+        every = states(mask, row0, row0 + t.row_block, starts, starts + t.tile, rows_are_queries=rows_are_queries)
+        every = np.broadcast_to(every, starts.shape)
+        for memory in range(t.columns // t.memory):
+            here = slice(memory * t.memory // t.tile, (memory + 1) * t.memory // t.tile)
+            found = every[here]
+            partial = starts[here][found == PARTIAL]
+            border = _border(mask, t, row0, partial, rows_are_queries) if len(partial) else (0, None)
+            cells.append((row, memory, found, *border))
+
+    borders = collections.Counter(border for *_, border in cells if border)
+    kept = {border for border, _ in borders.most_common(MAX_BORDERS)}
+
+    by_row: dict[int, list[dict]] = {row: [] for row in range(t.rows // t.row_block)}
+    for row, memory, found, border_start, border in cells:
+        straight = border in kept
+        runs = _runs(found, (FULL,) if straight or not border else (PARTIAL, FULL))
+        parts = [
+            {"memory": memory, "start": memory * t.memory + first * t.tile, "tiles": n, "run": state == PARTIAL}
+            for first, n, state in runs
+        ]
+        if straight:
+            if not parts:
+                parts.append({"memory": memory})
+            parts[-1] |= {"border": border, "border_start": border_start - origin}
+        by_row[row] += parts
+
+    steps: list[Step] = []
+    for row, parts in by_row.items():
+        # A row that sees nothing stays at the memory block that is there already.
+        parts = parts or [{"memory": steps[-1].memory if steps else 0}]
+        for repeat in range(repeats):
+            for n, part in enumerate(parts):
+                tiles = part.get("tiles", 0)
+                kind = Kind(
+                    first=repeat == 0 and n == 0,
+                    last=repeat == repeats - 1 and n == len(parts) - 1,
+                    run=part.get("run"),
+                    remainder=(tiles - 1) % t.unroll if tiles else 0,
+                    border=part.get("border"),
+                )
+                position = part.get("start"), tiles, part.get("border_start")
+                steps.append(Step(row, repeat, part["memory"], kind, *position))
+    return tuple(steps)
+
+
+def visited(step: Step, tiling: Tiling) -> list[tuple[int, int]]:
+    """The spans of columns that a step visits."""
+    spans = []
+    if step.tiles:
+        spans.append((step.start, step.start + step.tiles * tiling.tile))
+    if border := step.kind.border:
+        spans.append((step.border_start, step.border_start + border.offsets[-1] + tiling.sub))
+    return spans
+
+
+def first_meetings(steps: tuple[Step, ...], tiling: Tiling) -> list[tuple[int | None, int]]:
+    """(first column, columns) that each step is the first to meet, in whole blocks.
+
+    On a causal mask every row meets one new block. Where the amounts differ much (each would be a kind of its
+    own), the first step meets all.
+    """
+    t = tiling
+    block = max(t.row_block, t.tile)
+    met: list[tuple[int | None, int]] = []
+    reached = 0
+    for step in steps:
+        end = max((high for _, high in visited(step, t)), default=0)
+        end = min(-(-end // block) * block, t.columns)
+        met.append((reached, end - reached) if end > reached else (None, 0))
+        reached = max(reached, end)
+    if len({(step.kind, n) for step, (_, n) in zip(steps, met)}) > len({step.kind for step in steps}) + 1:
+        return [(0, t.columns), *[(None, 0)] * (len(steps) - 1)]
+    return met
+
+
+def _affine(known: np.ndarray, values: np.ndarray) -> tuple[int, int, int, int] | None:
+    """(slope, constant, low, high) such that ``values == clip(slope * known + constant, low, high)``."""
+    if not len(known):
+        return 0, 0, 0, 0
+    low, high = int(values.min()), int(values.max())
+    moves = np.flatnonzero(np.diff(values))
+    for at in moves[:2]:
+        slope, rest = divmod(int(values[at + 1] - values[at]), int(known[at + 1] - known[at]))
+        for point in (at, at + 1):
+            constant = int(values[point]) - slope * int(known[point])
+            if rest == 0 and np.array_equal(np.clip(slope * known + constant, low, high), values):
+                return slope, constant, low, high
+    return (0, low, low, high) if low == high else None
+
+
+class Table:
+    """Integer columns, read by step inside a kernel and its index maps.
+
+    A column that is a clamped affine function of the step is computed; the others lie one after the other in
+    ``operand``, a flat int32 array for scalar prefetch (flat, since a two-dimensional one is padded). None
+    stands for a value that is never used.
+    """
+
+    def __init__(self, columns: Mapping[str, Sequence[int | None]], *, stored: bool = False) -> None:
+        """``stored`` keeps every column in the operand, for tables of equal form and different numbers."""
+        self._affine: dict[str, tuple[int, int, int, int]] = {}
+        self._at: dict[str, int] = {}
+        stored = []
+        for name, values in columns.items():
+            known = np.array([n for n, value in enumerate(values) if value is not None], np.int64)
+            column = np.array([value or 0 for value in values], np.int32)
+            if not stored and (fit := _affine(known, column[known])) is not None:
+                self._affine[name] = fit
+            else:
+                self._at[name] = len(column) * len(stored)
+                stored.append(column)
+        self.operand = np.concatenate(stored) if stored else None
+
+    @property
+    def operands(self) -> tuple[np.ndarray, ...]:
+        """The scalar-prefetch operands: none or one."""
+        return () if self.operand is None else (self.operand,)
+
+    def read(self, name: str, step: Any, refs: tuple[Any, ...]) -> Any:
+        """Column ``name`` at ``step``; ``refs`` are the prefetched operands."""
+        if name in self._at:
+            return refs[0][self._at[name] + step]
+        slope, constant, low, high = self._affine[name]
+        if low == high:
+            return low
+        return jnp.clip(slope * step + constant, low, high)
+
+
+def rectangles(border: Border, sub: int, columns: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """The border as rectangles ``(row0, row1, first, last)`` to compute at once.
+
+    ``first`` and ``last`` (exclusive) index the border's sub-columns, which are contiguous in a rectangle and
+    at most ``columns`` elements; neighbouring strips that see the same sub-columns are merged up to ``rows``
+    elements. Later strips come first: on a causal diagonal they see the most.
+    """
+    strips = len(border.states[0])
+    n = 0
+    while n < len(border.offsets):
+        stop = n + 1
+        while (
+            stop < len(border.offsets)
+            and border.offsets[stop] == border.offsets[stop - 1] + sub
+            and border.offsets[stop] - border.offsets[n] < columns
+        ):
+            stop += 1
+        spans = []
+        for strip in range(strips):
+            seen = [c for c in range(n, stop) if border.states[c][strip]]
+            spans.append((seen[0], seen[-1] + 1) if seen else None)
+        end = strips
+        while end:
+            begin = end - 1
+            seen = [column[begin] for column in border.states[n:stop]]
+            while (
+                begin
+                and (end - begin) * sub < rows
+                and [column[begin - 1] for column in border.states[n:stop]] == seen
+            ):
+                begin -= 1
+            if spans[begin]:
+                yield begin * sub, end * sub, *spans[begin]
+            end = begin
+        n = stop

@@ -90,6 +90,20 @@ class Causal(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
+class KeyLength(Mask):
+    """Every query sees the first ``length`` keys."""
+
+    length: int
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        return (kv < self.length) & (q == q)
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        shape = np.broadcast_shapes(np.shape(q0), np.shape(kv0))
+        return np.broadcast_to(kv0 < self.length, shape), np.broadcast_to(kv1 <= self.length, shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class And(Mask):
     """Pairs that both masks show."""
 

@@ -1,20 +1,184 @@
-"""Flash attention as plain JAX functions: forward, backward, and a differentiable front."""
+"""Flash attention of any lengths and head dims: pads to the kernels' blocks, masks the padding, cuts it off."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from pallas_kernels.flash_attention.reference import attention_reference
+from pallas_kernels.flash_attention import backward as _backward
+from pallas_kernels.flash_attention import forward as _forward
+from pallas_kernels.flash_attention.blocks import BlockSizes, choose_backward, choose_forward, round_up
 from pallas_kernels.flash_attention.spec import AttentionSpec
 from pallas_kernels.hardware import Hardware
+from pallas_kernels.masks import KeyLength
+
+SUBLANES = 16  # rows of a packed register of bfloat16: head_dim is a row count once transposed
 
 
-def flash_forward(q, k, v, *, spec: AttentionSpec, hardware: Hardware):
-    o, lse = attention_reference(*(x.astype(jnp.float32) for x in (q, k, v)), spec=spec, xp=jnp)
-    return o.astype(q.dtype), lse
+def _check(q: Array, k: Array, v: Array) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: got shape {x.shape}, expected [batch, heads, seq, head_dim]")
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            raise TypeError(f"{name}: got {x.dtype}, allowed are float32 and bfloat16")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got {x.dtype}, but q is {q.dtype}; they must be equal")
+        if 0 in x.shape:
+            raise ValueError(f"{name}: got shape {x.shape}, every dimension must be positive")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"v: got shape {v.shape}, its batch, heads and length must be those of k, {k.shape}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"k: got shape {k.shape}, its batch and head_dim must be those of q, {q.shape}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: got {k.shape[1]} heads, which must divide the {q.shape[1]} heads of q")
 
 
-def flash_backward(q, k, v, o, lse, do, dlse=None, *, spec: AttentionSpec, hardware: Hardware):
-    _, vjp = jax.vjp(lambda *x: flash_forward(*x, spec=spec, hardware=hardware), q, k, v)
-    return vjp((do, jnp.zeros_like(lse) if dlse is None else dlse))
+def _heads(x: Array, length: int) -> Array:
+    """``[batch, heads, seq, dim]`` -> ``[batch * heads, length, dim rounded up]``, padded with zeros."""
+    batch, heads, seq, dim = x.shape
+    x = x.reshape(batch * heads, seq, dim)
+    pad = ((0, 0), (0, length - seq), (0, round_up(dim, SUBLANES) - dim))
+    return jnp.pad(x, pad) if any(after for _, after in pad) else x
+
+
+def _hide_padding(spec: AttentionSpec, q_len: int, kv_len: int, padded: int) -> AttentionSpec:
+    """The same attention, with padded keys masked if a true query would see them."""
+    if padded == kv_len or not spec.mask.bounds(0, q_len, kv_len, padded)[0]:
+        return spec
+    return dataclasses.replace(spec, mask=spec.mask & KeyLength(kv_len))
+
+
+def flash_forward(
+    q: Float[Array, "b h m d"],
+    k: Float[Array, "b g n d"],
+    v: Float[Array, "b g n e"],
+    *,
+    spec: AttentionSpec,
+    hardware: Hardware,
+) -> tuple[Float[Array, "b h m e"], Float[Array, "b h m"]]:
+    """Attention and its log-sum-exp.
+
+    Args:
+        q: ``[batch, heads, q_len, head_dim]``, float32 or bfloat16.
+        k: ``[batch, kv_heads, kv_len, head_dim]``; ``kv_heads`` divides ``heads`` (GQA, MQA).
+        v: ``[batch, kv_heads, kv_len, value_dim]``.
+        spec: mask, scale, score changes and, if wanted, block sizes.
+        hardware: what to compile for.
+
+    Returns:
+        ``o [batch, heads, q_len, value_dim]`` like ``q``, and ``lse [batch, heads, q_len]`` float32, natural
+        logarithm. A query that sees nothing gives zeros and -inf.
+
+    Raises:
+        ValueError, TypeError: shapes or types do not fit together; the message names the argument.
+    """
+    _check(q, k, v)
+    batch, heads, q_len, dim = q.shape
+    kv_len, value_dim = v.shape[2:]
+    blocks = (spec.block_sizes or BlockSizes()).forward or choose_forward(
+        q_len, kv_len, dim, value_dim, q.dtype.itemsize, hardware
+    )
+    q_padded, kv_padded = round_up(q_len, blocks.block_q), round_up(kv_len, blocks.memory_kv or blocks.block_kv)
+    o, lse = _forward.forward(
+        _heads(q, q_padded),
+        _heads(k, kv_padded),
+        _heads(v, kv_padded),
+        spec=_hide_padding(spec, q_len, kv_len, kv_padded),
+        blocks=blocks,
+        hardware=hardware,
+    )
+    o = o[:, :q_len, :value_dim].reshape(batch, heads, q_len, value_dim)
+    return o, lse[:, :q_len].reshape(batch, heads, q_len)
+
+
+def flash_backward(
+    q: Float[Array, "b h m d"],
+    k: Float[Array, "b g n d"],
+    v: Float[Array, "b g n e"],
+    o: Float[Array, "b h m e"],
+    lse: Float[Array, "b h m"],
+    do: Float[Array, "b h m e"],
+    dlse: Float[Array, "b h m"] | None = None,
+    *,
+    spec: AttentionSpec,
+    hardware: Hardware,
+) -> tuple[Float[Array, "b h m d"], Float[Array, "b g n d"], Float[Array, "b g n e"]]:
+    """Gradients by q, k and v.
+
+    Args:
+        q, k, v: as given to :func:`flash_forward`.
+        o, lse: what it returned.
+        do: gradient of ``o``.
+        dlse: gradient of ``lse``, float32; None stands for zero.
+        spec, hardware: as given to :func:`flash_forward`.
+
+    Returns:
+        ``dq``, ``dk``, ``dv`` like ``q``, ``k``, ``v``.
+
+    Raises:
+        ValueError, TypeError: as :func:`flash_forward`.
+    """
+    _check(q, k, v)
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len, value_dim = v.shape[1:]
+    blocks = (spec.block_sizes or BlockSizes()).backward or choose_backward(
+        q_len, kv_len, dim, value_dim, heads // kv_heads, q.dtype.itemsize, hardware
+    )
+    q_padded, kv_padded = round_up(q_len, blocks.chunk_q or blocks.memory_q), round_up(kv_len, blocks.block_kv)
+
+    def statistic(x: Array, fill: float) -> Array:
+        x = x.reshape(batch * heads, q_len)
+        return jnp.pad(x, ((0, 0), (0, q_padded - q_len)), constant_values=fill) if q_padded > q_len else x
+
+    dq, dk, dv = _backward.backward(
+        _heads(q, q_padded),
+        _heads(k, kv_padded),
+        _heads(v, kv_padded),
+        _heads(o, q_padded),
+        statistic(lse, -jnp.inf),  # padded queries see nothing, whatever the mask says
+        _heads(do, q_padded),
+        None if dlse is None else statistic(dlse, 0.0),
+        spec=_hide_padding(spec, q_len, kv_len, kv_padded),
+        blocks=blocks,
+        hardware=hardware,
+    )
+    cut = lambda x, like: x[:, : like.shape[2], : like.shape[3]].reshape(like.shape)  # noqa: E731
+    return cut(dq, q), cut(dk, k), cut(dv, v)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _attention(q: Array, k: Array, v: Array, spec: AttentionSpec, hardware: Hardware) -> tuple[Array, Array]:
+    return flash_forward(q, k, v, spec=spec, hardware=hardware)
+
+
+def _attention_forward(
+    q: Array, k: Array, v: Array, spec: AttentionSpec, hardware: Hardware
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    o, lse = flash_forward(q, k, v, spec=spec, hardware=hardware)
+    return (o, lse), (q, k, v, o, lse)
+
+
+def _attention_backward(
+    spec: AttentionSpec, hardware: Hardware, saved: tuple[Array, ...], gradients: tuple[Array, Array]
+) -> tuple[Array, Array, Array]:
+    do, dlse = gradients
+    return flash_backward(*saved, do, dlse, spec=spec, hardware=hardware)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def flash_attention(
+    q: Float[Array, "b h m d"],
+    k: Float[Array, "b g n d"],
+    v: Float[Array, "b g n e"],
+    *,
+    spec: AttentionSpec,
+    hardware: Hardware,
+) -> tuple[Float[Array, "b h m e"], Float[Array, "b h m"]]:
+    """:func:`flash_forward`, differentiable by q, k and v in JAX (both results)."""
+    return _attention(q, k, v, spec, hardware)

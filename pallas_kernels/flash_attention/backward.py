@@ -88,16 +88,16 @@ class _Pass:
 
     def add(self, column: Any, dq_column: Any, tiles: list[_Tile]) -> None:
         """Adds tiles to the gradients; ``column`` counts queries in VMEM, ``dq_column`` those of ``dq_acc``."""
-        transposed = self.blocks.transposed
+        transposed, f32 = self.blocks.transposed, jnp.float32
         low, high = min(t.q for t in tiles), max(t.q + t.n_q for t in tiles)
         every = pl.ds(pl.multiple_of(column + low, 128), high - low)
-        o, do = self.o[0, every, :].astype(jnp.float32), self.do[0, every, :]
+        o, do = self.o[0, every, :], self.do[0, every, :]
         # delta anew for each block of keys: here it hides behind the MXU
         if transposed:  # both are operands of two products
             qt, dot_ = self.q[0, every, :].T, do.T
-            delta = jnp.sum(o.T * dot_.astype(jnp.float32), axis=0, keepdims=True)
+            delta = jnp.sum(o.T.astype(f32) * dot_.astype(f32), axis=0, keepdims=True)
         else:
-            delta = jnp.sum((o * do.astype(jnp.float32)).T, axis=0, keepdims=True)
+            delta = jnp.sum((o.astype(f32) * do.astype(f32)).T, axis=0, keepdims=True)
         if self.dlse is not None:
             delta = delta - self.dlse[0, :, every]
 
@@ -156,7 +156,7 @@ def _border_tiles(p: _Pass, border: schedule.Border, key: Any, query: Any, fresh
         key, query = 0, border.shift  # the mask asks for differences only: known now
     touched: set[int] = set()
     tiles = []
-    for kv0, kv1, first, last in schedule.rectangles(border, sub, p.blocks.tile_q, p.blocks.border):
+    for kv0, kv1, first, last in sorted(schedule.rectangles(border, sub, p.blocks.tile_q, sub)):
         offset, strips = border.offsets[first], range(kv0 // sub, kv1 // sub)
         cut = any(border.states[c][n] != schedule.FULL for c in range(first, last) for n in strips)
         tiles.append(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels.hardware import Hardware
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBlocks:
@@ -74,6 +76,8 @@ FORWARD = {
     "v5e": ForwardBlocks(),
     "v5p": ForwardBlocks(),
     "v6e": ForwardBlocks(tile_q=512, unroll=2, border=256, border_kv=512, mxu_row_sums=True),
+    # Few large pieces: each is several XLA operations.
+    "interpreter": ForwardBlocks(block_q=512, tile_q=512, border=256, border_kv=512, ahead=1),
 }
 
 BACKWARD = {
@@ -81,4 +85,82 @@ BACKWARD = {
     "v5e": BackwardBlocks(),
     "v5p": BackwardBlocks(),
     "v6e": BackwardBlocks(block_kv=2048, tile_q=256, border=256, ahead=3, transposed=True),
+    "interpreter": BackwardBlocks(block_kv=512, block_q=512, tile_kv=512, border=256, ahead=0),
 }
+
+LANES = 128  # elements of a register's minor dimension: what VMEM pads head_dim to
+
+
+def round_up(n: int, unit: int) -> int:
+    """The least multiple of ``unit`` that is at least ``n``."""
+    return -(-n // unit) * unit
+
+
+def _even(length: int, block: int) -> int:
+    """A block of at most ``block`` that pads ``length`` little: equal parts, in whole registers."""
+    parts = -(-length // block)
+    return min(block, round_up(-(-length // parts), LANES if parts == 1 else 2 * LANES))
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of ``n`` that is whole registers and at most ``most``."""
+    return max(d for d in range(LANES, max(most, LANES) + 1, LANES) if n % d == 0)
+
+
+def choose_forward(
+    q_len: int, kv_len: int, head_dim: int, value_dim: int, itemsize: int, hardware: Hardware
+) -> ForwardBlocks:
+    """Blocks for these lengths and head dims that fit the hardware's VMEM.
+
+    Args:
+        q_len, kv_len: true lengths.
+        head_dim, value_dim: of q and k, and of v.
+        itemsize: bytes of an element of q, k and v.
+        hardware: what to compile for.
+    """
+    base = FORWARD[hardware.name]
+    block_q = _even(q_len, base.block_q)
+    # Key blocks that divide query blocks keep one border for every row of a causal mask.
+    block_kv = min(round_up(kv_len, LANES), _divisor(block_q, base.block_kv) if block_q >= 256 else base.block_kv)
+    border = base.border if block_q % base.border == block_kv % base.border == 0 else LANES
+    key_bytes = itemsize * (2 * round_up(head_dim, LANES) + 2 * round_up(value_dim, LANES))
+    memory_kv = None
+    if round_up(kv_len, block_kv) * (key_bytes + itemsize * value_dim) > 0.55 * hardware.vmem_bytes:
+        memory_kv = round_up(int(0.25 * hardware.vmem_bytes) // key_bytes, max(block_q, block_kv))
+    return dataclasses.replace(
+        base,
+        block_q=block_q,
+        tile_q=_divisor(block_q, base.tile_q),
+        block_kv=block_kv,
+        memory_kv=memory_kv,
+        border=border,
+    )
+
+
+def choose_backward(
+    q_len: int, kv_len: int, head_dim: int, value_dim: int, group: int, itemsize: int, hardware: Hardware
+) -> BackwardBlocks:
+    """Blocks of the backward pass, as :func:`choose_forward`; ``group``: query heads of one key head."""
+    base = BACKWARD[hardware.name]
+    block_kv, block_q = _even(kv_len, base.block_kv), _even(q_len, base.block_q)
+    lanes = round_up(head_dim, LANES)
+    # q, o and do, each in two buffers
+    most = int(0.4 * hardware.vmem_bytes) // (6 * max(lanes, round_up(value_dim, LANES)) * itemsize)
+    parts = -(-q_len // max(min(base.memory_q, most), block_q))
+    memory_q = round_up(-(-q_len // parts), max(block_q, block_kv) if parts > 1 else block_q)
+    chunk_q = None
+    dq_bytes = 4 * group * (head_dim if base.transposed else lanes)
+    if round_up(q_len, memory_q) * dq_bytes > 0.4 * hardware.vmem_bytes:
+        memory_q = max(memory_q // 2, block_q)
+        chunk_q = max(int(0.25 * hardware.vmem_bytes) // dq_bytes // memory_q, 1) * memory_q
+    border = base.border if block_q % base.border == block_kv % base.border == 0 else LANES
+    return dataclasses.replace(
+        base,
+        block_kv=block_kv,
+        block_q=block_q,
+        memory_q=memory_q,
+        chunk_q=chunk_q,
+        tile_kv=_divisor(block_kv, base.tile_kv),
+        tile_q=_divisor(block_q, base.tile_q),
+        border=border,
+    )

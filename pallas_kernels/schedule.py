@@ -239,43 +239,78 @@ def first_meetings(steps: tuple[Step, ...], tiling: Tiling) -> list[tuple[int | 
     return met
 
 
-def _affine(known: np.ndarray, values: np.ndarray) -> tuple[int, int, int, int] | None:
-    """(slope, constant, low, high) such that ``values == clip(slope * known + constant, low, high)``."""
+@dataclasses.dataclass(frozen=True)
+class _Affine:
+    """``clip(outer * (n // period) + inner * (n % period) + constant, low, high)`` of the step ``n``."""
+
+    period: int
+    outer: int
+    inner: int
+    constant: int
+    low: int
+    high: int
+
+    def __call__(self, n: Any, xp: Any) -> Any:
+        if self.low == self.high:
+            return self.low
+        value = self.constant
+        if self.period == 1:
+            value += self.outer * n
+        else:
+            value += self.outer * (n // self.period) + self.inner * (n % self.period)
+        return xp.clip(value, self.low, self.high)
+
+
+def _affine(known: np.ndarray, values: np.ndarray, period: int) -> _Affine | None:
+    """The clamped affine function that has ``values`` at the steps ``known``, if there is one."""
     if not len(known):
-        return 0, 0, 0, 0
+        return _Affine(period, 0, 0, 0, 0, 0)
     low, high = int(values.min()), int(values.max())
-    moves = np.flatnonzero(np.diff(values))
-    for at in moves[:2]:
-        slope, rest = divmod(int(values[at + 1] - values[at]), int(known[at + 1] - known[at]))
-        for point in (at, at + 1):
-            constant = int(values[point]) - slope * int(known[point])
-            if rest == 0 and np.array_equal(np.clip(slope * known + constant, low, high), values):
-                return slope, constant, low, high
-    return (0, low, low, high) if low == high else None
+    outer, inner = known // period, known % period
+
+    def slopes(moving: np.ndarray, still: np.ndarray) -> set[int]:
+        """Changes of the value from one known step to the next in which only ``moving`` moves, by one."""
+        order = np.lexsort((moving, still))
+        step = (np.diff(moving[order]) == 1) & (np.diff(still[order]) == 0)
+        return {0, *np.unique(np.diff(values[order])[step]).tolist()}
+
+    candidates = [(a, b) for a in slopes(outer, inner) for b in slopes(inner, outer)]
+    if len(candidates) > 16:
+        return None
+    for a, b in sorted(candidates, key=lambda ab: (abs(ab[0]), abs(ab[1]))):
+        constants = values - a * outer - b * inner
+        inside = (values > low) & (values < high)
+        for constant in np.unique(constants[inside] if inside.any() else constants).tolist()[:64]:
+            fit = _Affine(period, a, b, constant, low, high)
+            if np.array_equal(np.broadcast_to(fit(known, np), values.shape), values):
+                return fit
+    return None
 
 
 class Table:
     """Integer columns, read by step inside a kernel and its index maps.
 
-    A column that is a clamped affine function of the step is computed; the others lie one after the other in
-    ``operand``, a flat int32 array for scalar prefetch (flat, since a two-dimensional one is padded). None
-    stands for a value that is never used.
+    A column that is a clamped affine function of the step, or of its place in a row of ``period`` steps, is
+    computed; the others lie one after the other in ``operand``, a flat int32 array for scalar prefetch (flat,
+    since a two-dimensional one is padded). None stands for a value that is never used.
     """
 
-    def __init__(self, columns: Mapping[str, Sequence[int | None]], *, stored: bool = False) -> None:
+    def __init__(
+        self, columns: Mapping[str, Sequence[int | None]], *, period: int = 1, stored: bool = False
+    ) -> None:
         """``stored`` keeps every column in the operand, for tables of equal form and different numbers."""
-        self._affine: dict[str, tuple[int, int, int, int]] = {}
+        self._affine: dict[str, _Affine] = {}
         self._at: dict[str, int] = {}
-        stored = []
+        operand = []
         for name, values in columns.items():
             known = np.array([n for n, value in enumerate(values) if value is not None], np.int64)
             column = np.array([value or 0 for value in values], np.int32)
-            if not stored and (fit := _affine(known, column[known])) is not None:
+            if not stored and (fit := _affine(known, column[known].astype(np.int64), period)) is not None:
                 self._affine[name] = fit
             else:
-                self._at[name] = len(column) * len(stored)
-                stored.append(column)
-        self.operand = np.concatenate(stored) if stored else None
+                self._at[name] = len(column) * len(operand)
+                operand.append(column)
+        self.operand = np.concatenate(operand) if operand else None
 
     @property
     def operands(self) -> tuple[np.ndarray, ...]:
@@ -286,10 +321,7 @@ class Table:
         """Column ``name`` at ``step``; ``refs`` are the prefetched operands."""
         if name in self._at:
             return refs[0][self._at[name] + step]
-        slope, constant, low, high = self._affine[name]
-        if low == high:
-            return low
-        return jnp.clip(slope * step + constant, low, high)
+        return self._affine[name](step, jnp)
 
 
 def rectangles(border: Border, sub: int, columns: int, rows: int) -> Iterator[tuple[int, int, int, int]]:

@@ -170,49 +170,81 @@ def _border_tiles(p: _Pass, border: schedule.Border, key: Any, query: Any, fresh
     return tiles
 
 
-def _step(p: _Pass, kind: schedule.Kind, flush: bool, chunk: int, memory: int, read: Callable[[str], Any]) -> None:
-    """The body of one kind of step; ``flush``: a block of dq leaves after it."""
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the steps of a pass have in common, known when the kernel is compiled.
+
+    Attributes:
+        borders: the borders that occur.
+        fresh: of those, the ones that always begin their row and reach every key of it: their first tiles
+            write what others would add to.
+        runs: the kinds of runs that occur: False without a mask, True with it.
+    """
+
+    borders: tuple[schedule.Border, ...]
+    fresh: tuple[bool, ...]
+    runs: tuple[bool, ...]
+
+
+def _step(p: _Pass, plan: _Plan, chunk: int, read: Callable[[str], Any]) -> None:
     b = p.blocks
-    whole_border = kind.border is not None and all(map(any, zip(*kind.border.states)))
-    fresh = kind.first and whole_border
-    if kind.first:
+    in_group, in_memory = read("repeat") * chunk, read("memory") * b.memory_q
+    key, origin = read("row") * b.block_kv, read("origin")
+    fresh = functools.reduce(
+        jnp.logical_or, [read("border") == n for n, fresh in enumerate(plan.fresh) if fresh], False
+    )
+
+    @pl.when(read("first") == 1)
+    def _() -> None:
         if b.transposed:
             p.kt[...] = p.k[0].T
-        if not fresh:
-            p.dk_acc[...] = jnp.zeros_like(p.dk_acc)
-            p.dv_acc[...] = jnp.zeros_like(p.dv_acc)
 
-    in_group, in_memory = read("repeat") * chunk, read("memory") * memory
-    key, origin = read("row") * b.block_kv, read("origin")
-    if kind.border is not None:
-        start = read("border_start")
-        tiles = _border_tiles(p, kind.border, key, origin + start, fresh)
-        p.add(start - in_memory, in_group + start, tiles)
-    if kind.run is not None:
-        start = read("start")
+    @pl.when((read("first") == 1) & jnp.logical_not(fresh))
+    def _() -> None:
+        p.dk_acc[...] = jnp.zeros_like(p.dk_acc)
+        p.dv_acc[...] = jnp.zeros_like(p.dv_acc)
 
-        def body(n: Any, carry: Any) -> Any:
-            at = start + n * b.block_q
-            tiles = [
-                _Tile(kv, b.tile_kv, q, b.tile_q, place=(key + kv, origin + at + q) if kind.run else None)
-                for q in range(0, b.block_q, b.tile_q)
-                for kv in range(0, b.block_kv, b.tile_kv)
-            ]
-            p.add(at - in_memory, in_group + at, tiles)
-            return carry
+    for index, border in enumerate(plan.borders):
 
-        lax.fori_loop(0, read("tiles"), body, 0)
-    if flush:
+        @pl.when(read("border") == index)
+        def _(border: schedule.Border = border, index: int = index) -> None:
+            start = read("border_start")
+            tiles = _border_tiles(p, border, key, origin + start, plan.fresh[index])
+            p.add(start - in_memory, in_group + start, tiles)
+
+    def body(n: Any, start: Any, masked: bool) -> Any:
+        at = start + n * b.block_q
+        tiles = [
+            _Tile(kv, b.tile_kv, q, b.tile_q, place=(key + kv, origin + at + q) if masked else None)
+            for q in range(0, b.block_q, b.tile_q)
+            for kv in range(0, b.block_kv, b.tile_kv)
+        ]
+        p.add(at - in_memory, in_group + at, tiles)
+        return start
+
+    for masked in plan.runs:
+        tiles = read("masked" if masked else "full")
+        lax.fori_loop(0, tiles, functools.partial(body, masked=masked), read("start"))
+
+    @pl.when(read("flush") == 1)
+    def _() -> None:
         width = p.dq.shape[1]
         p.dq[0] = p.result(p.along(p.dq_acc, read("dq") * width, width), p.spec.scale, p.dq)
-    if kind.last:
+
+    @pl.when(read("last") == 1)
+    def _() -> None:
         p.dk[0] = p.result(p.dk_acc, p.spec.scale, p.dk)
         p.dv[0] = p.result(p.dv_acc, 1.0, p.dv)
 
 
 def _kernel(
-    *refs: Any, table: schedule.Table, kinds: tuple, blocks: BackwardBlocks, spec: AttentionSpec,
-    chunk: int, has_dlse: bool,
+    *refs: Any,
+    table: schedule.Table,
+    plan: _Plan,
+    blocks: BackwardBlocks,
+    spec: AttentionSpec,
+    chunk: int,
+    has_dlse: bool,
 ) -> None:
     prefetch, refs = refs[: len(table.operands)], refs[len(table.operands) :]
     inputs, rest = list(refs[: 6 + has_dlse]), list(refs[6 + has_dlse :])
@@ -220,35 +252,21 @@ def _kernel(
     rest += [None] * (not blocks.transposed)
     p = _Pass(*inputs, *rest, blocks=blocks, spec=spec)
     n = pl.program_id(1)
-    read = lambda name: table.read(name, n, prefetch)  # noqa: E731
 
     @pl.when(n == 0)
     def _() -> None:
         p.dq_acc[...] = jnp.zeros_like(p.dq_acc)
 
-    for index, (kind, flush) in enumerate(kinds):
-        body = functools.partial(_step, p, kind, flush, chunk, blocks.memory_q, read)
-        pl.when(read("kind") == index)(body)
+    _step(p, plan, chunk, lambda name: table.read(name, n, prefetch))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Steps of one chunk of queries, and the block of dq that leaves in each (or is next to leave)."""
+def _columns(spec: AttentionSpec, tiling: schedule.Tiling, origin: int, group: int, width: int) -> dict[str, list]:
+    """The steps of one chunk of queries as columns of a table; ``border`` holds the borders themselves.
 
-    steps: tuple[schedule.Step, ...]
-    dq: tuple[int, ...]
-    flush: tuple[bool, ...]
-
-
-def _plan(spec: AttentionSpec, tiling: schedule.Tiling, origin: int, group: int, width: int) -> _Plan:
-    """Lets each block of dq, ``width`` queries, leave once it is final, at most one a step."""
-    steps = list(schedule.build(spec.mask, tiling, rows_are_queries=False, origin=origin, repeats=group))
-    # A loop of no iterations is cheaper than a second program that differs only in having no loop.
-    kinds = {step.kind for step in steps}
-    for n, step in enumerate(steps):
-        with_run = dataclasses.replace(step.kind, run=False)
-        if step.kind.run is None and with_run in kinds:
-            steps[n] = dataclasses.replace(step, kind=with_run)
+    Each block of dq, ``width`` queries, leaves once it is final, at most one a step: ``flush`` says that one
+    leaves, ``dq`` which, or which is next to leave.
+    """
+    steps = schedule.build(spec.mask, tiling, rows_are_queries=False, origin=origin, repeats=group)
     in_repeat = tiling.columns // width
     final = [0] * (group * in_repeat)
     for n, step in enumerate(steps):
@@ -259,15 +277,32 @@ def _plan(spec: AttentionSpec, tiling: schedule.Tiling, origin: int, group: int,
     for block in sorted(range(len(final)), key=final.__getitem__):
         waits = max(final[block] - len(dq), 0)
         dq += [block] * (waits + 1)
-        flush += [False] * waits + [True]
-    idle = dataclasses.replace(
-        steps[-1], start=None, tiles=0, border_start=None,
-        kind=schedule.Kind(first=False, last=False, run=None, remainder=0, border=None),
-    )
-    steps += [idle] * (len(dq) - len(steps))
-    dq += [dq[-1]] * (len(steps) - len(dq))
-    flush += [False] * (len(steps) - len(flush))
-    return _Plan(tuple(steps), tuple(dq), tuple(flush))
+        flush += [0] * waits + [1]
+    columns = {
+        "row": [s.row for s in steps],
+        "repeat": [s.repeat for s in steps],
+        "memory": [s.memory for s in steps],
+        "first": [int(s.kind.first) for s in steps],
+        "last": [int(s.kind.last) for s in steps],
+        "start": [s.start for s in steps],
+        "full": [s.tiles if s.kind.run is False else 0 for s in steps],
+        "masked": [s.tiles if s.kind.run else 0 for s in steps],
+        "border": [s.kind.border for s in steps],
+        "border_start": [s.border_start for s in steps],
+        "origin": [origin] * len(steps),
+        "dq": dq,
+        "flush": flush,
+    }
+    return _lengthen(columns, max(len(steps), len(dq)))
+
+
+def _lengthen(columns: dict[str, list], n: int) -> dict[str, list]:
+    """The same steps, idle ones after them: they fetch nothing new and compute nothing."""
+    idle = {"first": 0, "last": 0, "full": 0, "masked": 0, "flush": 0, "start": None, "border": None,
+            "border_start": None}  # fmt: skip
+    return {
+        name: [*values, *[idle.get(name, values[-1])] * (n - len(values))] for name, values in columns.items()
+    }
 
 
 def backward(
@@ -306,53 +341,69 @@ def backward(
         rows=kv_len, columns=chunk, row_block=blocks.block_kv, memory=blocks.memory_q, tile=blocks.block_q,
         sub=blocks.border,
     )
-    plans = [_plan(spec, tiling, n * chunk, group, width) for n in range(chunks)]
-    longest = max(len(plan.steps) for plan in plans)
-    kinds = tuple(dict.fromkeys((s.kind, f) for plan in plans for s, f in zip(plan.steps, plan.flush)))
-
-    def table(n: int) -> schedule.Table:
-        plan = plans[n]
-        columns = {
-            "row": [s.row for s in plan.steps],
-            "repeat": [s.repeat for s in plan.steps],
-            "memory": [s.memory for s in plan.steps],
-            "kind": [kinds.index(kind) for kind in zip((s.kind for s in plan.steps), plan.flush)],
-            "start": [s.start for s in plan.steps],
-            "tiles": [s.tiles for s in plan.steps],
-            "border_start": [s.border_start for s in plan.steps],
-            "origin": [n * chunk] * len(plan.steps),
-            "dq": plan.dq,
-        }
-        # Chunks have one program: those with fewer steps idle at the end, in a kind that none has.
-        columns = {
-            name: [*values, *[len(kinds) if name == "kind" else values[-1]] * (longest - len(values))]
-            for name, values in columns.items()
-        }
-        return schedule.Table(columns, stored=chunks > 1)
+    chunked = [_columns(spec, tiling, n * chunk, group, width) for n in range(chunks)]
+    steps = max(len(columns["row"]) for columns in chunked)
+    chunked = [_lengthen(columns, steps) for columns in chunked]
+    borders: dict[schedule.Border, bool] = {}
+    for columns in chunked:
+        for border, first in zip(columns["border"], columns["first"]):
+            if border is not None:
+                whole = all(map(any, zip(*border.states)))
+                borders[border] = borders.get(border, whole) and bool(first)
+        columns["border"] = [-1 if b is None else list(borders).index(b) for b in columns["border"]]
+    plan = _Plan(
+        borders=tuple(borders),
+        fresh=tuple(borders.values()),
+        runs=tuple(
+            masked
+            for masked, name in ((False, "full"), (True, "masked"))
+            if any(any(columns[name]) for columns in chunked)
+        ),
+    )
+    in_row = len(chunked[0]["row"]) // (kv_len // blocks.block_kv) if chunks == 1 else 1
+    tables = [schedule.Table(columns, period=max(in_row, 1), stored=chunks > 1) for columns in chunked]
 
     lse = jnp.where(jnp.isneginf(lse), -MASKED, lse * scores.LOG2E)[:, None]
     operands = (q, k, v, o, do, lse) + (() if dlse is None else (dlse[:, None],))
     call = functools.partial(
-        _call, operands=operands, kinds=kinds, blocks=blocks, spec=spec, chunk=chunk, width=width,
-        hardware=hardware, grid=(kv_heads, longest), partial=chunks > 1,
+        _call,
+        table=tables[0],
+        operands=operands,
+        plan=plan,
+        blocks=blocks,
+        spec=spec,
+        chunk=chunk,
+        width=width,
+        hardware=hardware,
+        grid=(kv_heads, steps),
+        partial=chunks > 1,
     )
     if chunks == 1:
-        whole = table(0)
-        return call(whole, whole.operands)
+        return call(tables[0].operands)
 
     def body(sums: tuple, prefetch: Any) -> tuple:
-        dq, dk, dv = call(table(0), (prefetch,))
+        dq, dk, dv = call((prefetch,))
         return (sums[0] + dk, sums[1] + dv), dq
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
-    (dk, dv), dq = lax.scan(body, zeros, np.stack([table(n).operand for n in range(chunks)]))
+    (dk, dv), dq = lax.scan(body, zeros, np.stack([table.operand for table in tables]))
     dq = jnp.swapaxes(dq, 0, 1).reshape(q.shape)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _call(
-    table: schedule.Table, prefetch: tuple, *, operands: tuple, kinds: tuple, blocks: BackwardBlocks,
-    spec: AttentionSpec, chunk: int, width: int, hardware: Hardware, grid: tuple[int, int], partial: bool,
+    prefetch: tuple,
+    *,
+    table: schedule.Table,
+    operands: tuple,
+    plan: _Plan,
+    blocks: BackwardBlocks,
+    spec: AttentionSpec,
+    chunk: int,
+    width: int,
+    hardware: Hardware,
+    grid: tuple[int, int],
+    partial: bool,
 ) -> tuple[Array, Array, Array]:
     """The kernel over one chunk of queries; ``partial`` leaves dk and dv in float32, to be summed."""
     q, k, v, *_ = operands
@@ -366,8 +417,10 @@ def _call(
         block = (table.read("origin", n, refs) // blocks.memory_q) + table.read("memory", n, refs)
         return b * group + table.read("repeat", n, refs), block
 
+    once = {"pipeline_mode": pl.Buffered(1)} if blocks.single_buffer else {}
+
     def queries(depth: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, blocks.memory_q, depth), lambda b, n, *refs: (*column(b, n, refs), 0))
+        return pl.BlockSpec((1, blocks.memory_q, depth), lambda b, n, *refs: (*column(b, n, refs), 0), **once)
 
     def keys(depth: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, blocks.block_kv, depth), lambda b, n, *refs: (b, table.read("row", n, refs), 0))
@@ -381,7 +434,7 @@ def _call(
 
     row = pl.BlockSpec((1, 1, blocks.memory_q), statistics)
     dq, dk, dv = pl.pallas_call(
-        functools.partial(_kernel, table=table, kinds=kinds, blocks=blocks, spec=spec, chunk=chunk,
+        functools.partial(_kernel, table=table, plan=plan, blocks=blocks, spec=spec, chunk=chunk,
                           has_dlse=len(operands) > 6),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),

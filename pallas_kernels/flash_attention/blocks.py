@@ -48,6 +48,8 @@ class BackwardBlocks:
         tile_kv, tile_q: sides of the tiles whose probabilities are computed at once.
         border: side of the sub-tiles in which partly visible tiles are cut; empty ones are never computed.
         ahead: tiles by which the exponentials run ahead of the products.
+        single_buffer: keep Q, O and dO in one buffer each, so that twice as many queries fit; the fetch of
+            the next ones is then not hidden.
         transposed: keep the gradients transposed. P and dS are then the stationary operands and fill a
             256-wide MXU, where an operand that is head_dim = 128 wide would fill half.
     """
@@ -60,6 +62,7 @@ class BackwardBlocks:
     tile_q: int = 512
     border: int = 128
     ahead: int = 1
+    single_buffer: bool = False
     transposed: bool = False
 
 
@@ -144,15 +147,20 @@ def choose_backward(
     base = BACKWARD[hardware.name]
     block_kv, block_q = _even(kv_len, base.block_kv), _even(q_len, base.block_q)
     lanes = round_up(head_dim, LANES)
-    # q, o and do, each in two buffers
-    most = int(0.4 * hardware.vmem_bytes) // (6 * max(lanes, round_up(value_dim, LANES)) * itemsize)
-    parts = -(-q_len // max(min(base.memory_q, most), block_q))
-    memory_q = round_up(-(-q_len // parts), max(block_q, block_kv) if parts > 1 else block_q)
-    chunk_q = None
+    column_bytes = itemsize * (lanes + 2 * round_up(value_dim, LANES))  # of q, o and do
     dq_bytes = 4 * group * (head_dim if base.transposed else lanes)
-    if round_up(q_len, memory_q) * dq_bytes > 0.4 * hardware.vmem_bytes:
-        memory_q = max(memory_q // 2, block_q)
-        chunk_q = max(int(0.25 * hardware.vmem_bytes) // dq_bytes // memory_q, 1) * memory_q
+    q_padded = round_up(q_len, max(block_q, block_kv) if q_len > block_q else block_q)
+    vmem = int(0.75 * hardware.vmem_bytes)
+    memory_q, chunk_q, single_buffer = q_padded, None, False
+    if q_padded * (2 * column_bytes + dq_bytes) > vmem:
+        if q_padded * (column_bytes + dq_bytes) <= vmem:
+            single_buffer = True
+        else:
+            unit = max(block_q, block_kv)
+            memory_q = max(int(0.3 * hardware.vmem_bytes) // (2 * column_bytes) // unit, 1) * unit
+            if round_up(q_len, memory_q) * dq_bytes > 0.4 * hardware.vmem_bytes:
+                memory_q = max(memory_q // 2 // unit, 1) * unit
+                chunk_q = max(int(0.25 * hardware.vmem_bytes) // dq_bytes // memory_q, 1) * memory_q
     border = base.border if block_q % base.border == block_kv % base.border == 0 else LANES
     return dataclasses.replace(
         base,
@@ -160,6 +168,7 @@ def choose_backward(
         block_q=block_q,
         memory_q=memory_q,
         chunk_q=chunk_q,
+        single_buffer=single_buffer,
         tile_kv=_divisor(block_kv, base.tile_kv),
         tile_q=_divisor(block_q, base.tile_q),
         border=border,

@@ -39,6 +39,10 @@ class Mask:
         """Whether ``visible`` depends on ``q - kv`` alone."""
         return False
 
+    def hides_after(self, offset: int) -> bool:
+        """Whether no query ``q`` sees a key after ``q + offset``; False if that is not known."""
+        return False
+
     def __and__(self, other: Mask) -> Mask:
         return self if isinstance(other, Full) else And(self, other)
 
@@ -88,6 +92,62 @@ class Causal(Mask):
     def shift_invariant(self) -> bool:
         return True
 
+    def hides_after(self, offset: int) -> bool:
+        return self.offset <= offset
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """Query ``q`` sees keys from ``q + offset - left`` to ``q + offset + right``; None leaves a side open.
+
+    Mistral's window of ``n`` tokens, itself among them, is ``left=n - 1, right=0``.
+    """
+
+    left: int | None
+    right: int | None = 0
+    offset: int = 0
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        seen = (q == q) & (kv == kv)
+        if self.left is not None:
+            seen = seen & (kv >= q + (self.offset - self.left))
+        if self.right is not None:
+            seen = seen & (kv <= q + (self.offset + self.right))
+        return seen
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        some, every = Full().bounds(q0, q1, kv0, kv1)
+        if self.left is not None:
+            some = some & (kv1 - 1 >= q0 + self.offset - self.left)
+            every = every & (kv0 >= q1 - 1 + self.offset - self.left)
+        if self.right is not None:
+            some = some & (kv0 <= q1 - 1 + self.offset + self.right)
+            every = every & (kv1 - 1 <= q0 + self.offset + self.right)
+        return some, every
+
+    @property
+    def shift_invariant(self) -> bool:
+        return True
+
+    def hides_after(self, offset: int) -> bool:
+        return self.right is not None and self.offset + self.right <= offset
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(Mask):
+    """Query and key lie in the same chunk of ``size`` positions; with ``Causal``, Llama 4's local attention."""
+
+    size: int
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        return q // self.size == kv // self.size
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        q_first, q_last = np.asarray(q0) // self.size, (np.asarray(q1) - 1) // self.size
+        kv_first, kv_last = np.asarray(kv0) // self.size, (np.asarray(kv1) - 1) // self.size
+        every = (q_first == kv_last) & (q_last == kv_first)
+        return (q_first <= kv_last) & (kv_first <= q_last), every
+
 
 @dataclasses.dataclass(frozen=True)
 class KeyLength(Mask):
@@ -101,6 +161,11 @@ class KeyLength(Mask):
     def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
         shape = np.broadcast_shapes(np.shape(q0), np.shape(kv0))
         return np.broadcast_to(kv0 < self.length, shape), np.broadcast_to(kv1 <= self.length, shape)
+
+
+def prefix_lm(prefix: int, offset: int = 0) -> Mask:
+    """Every query sees the first ``prefix`` keys, and later ones causally (T5, arXiv:1910.10683)."""
+    return Causal(offset) | KeyLength(prefix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +185,9 @@ class And(Mask):
     @property
     def shift_invariant(self) -> bool:
         return self.left.shift_invariant and self.right.shift_invariant
+
+    def hides_after(self, offset: int) -> bool:
+        return self.left.hides_after(offset) or self.right.hides_after(offset)
 
 
 @dataclasses.dataclass(frozen=True)

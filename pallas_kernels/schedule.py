@@ -3,9 +3,13 @@
 A kernel walks *rows* (blocks of queries in the forward pass, of keys in the backward) and, for each, the
 *columns* that the mask shows. One grid step is one row, one block of columns in fast memory, and in it
 
-* a run: consecutive tiles of columns, all of them full (no mask) or all of them partly visible (mask);
-* then a border: partly visible tiles whose visible sub-tiles are known when the kernel is compiled, so that
+* partly visible tiles, computed under the mask;
+* a run: consecutive tiles that are visible whole;
+* a border: partly visible tiles whose visible sub-tiles are known when the kernel is compiled, so that
   straight-line code computes those and nothing else. A causal diagonal is one border, the same for every row.
+
+Segment ids are known only when the kernel runs: ``narrow`` then shortens runs, batch by batch, to the tiles
+that lie in one segment, and leaves to the mask those that more than one segment shares.
 
 Steps that differ only in numbers are of one *kind*, and a kernel has one specialised body for each kind.
 Numbers that are a clamped affine function of the step cost nothing; others go to scalar memory.
@@ -21,6 +25,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.masks import Mask
 
@@ -84,21 +89,26 @@ class Kind:
 
     Attributes:
         first, last: whether the step begins, and ends, its row.
-        run: None without a run; else whether its tiles need the mask.
+        masked: whether there may be tiles under the mask.
+        run: whether there is a run.
         remainder: tiles of the run, less its last, that are left over by the unrolled loop.
         border: the border, if the step has one.
     """
 
     first: bool
     last: bool
-    run: bool | None
+    masked: bool
+    run: bool
     remainder: int
     border: Border | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One grid step. ``start`` (of the run) and ``border_start`` count columns of one repeat, or are None."""
+    """One grid step. Starts count columns of one repeat, from its first; None where there is nothing.
+
+    Tiles under the mask are consecutive but for the run, which may lie among them.
+    """
 
     row: int
     repeat: int
@@ -106,6 +116,8 @@ class Step:
     kind: Kind
     start: int | None
     tiles: int
+    masked_start: int | None
+    masked_tiles: int
     border_start: int | None
 
 
@@ -164,7 +176,9 @@ def build(
     starts = origin + np.arange(0, t.columns, t.tile)
     cells = []  # (row, memory block, states of its tiles, border start, border)
     for row, row0 in enumerate(range(0, t.rows, t.row_block)):
-        every = states(mask, row0, row0 + t.row_block, starts, starts + t.tile, rows_are_queries=rows_are_queries)
+        every = states(
+            mask, row0, row0 + t.row_block, starts, starts + t.tile, rows_are_queries=rows_are_queries
+        )
         every = np.broadcast_to(every, starts.shape)
         for memory in range(t.columns // t.memory):
             here = slice(memory * t.memory // t.tile, (memory + 1) * t.memory // t.tile)
@@ -179,11 +193,13 @@ def build(
     by_row: dict[int, list[dict]] = {row: [] for row in range(t.rows // t.row_block)}
     for row, memory, found, border_start, border in cells:
         straight = border in kept
-        runs = _runs(found, (FULL,) if straight or not border else (PARTIAL, FULL))
-        parts = [
-            {"memory": memory, "start": memory * t.memory + first * t.tile, "tiles": n, "run": state == PARTIAL}
-            for first, n, state in runs
-        ]
+        parts: list[dict] = []
+        for first, n, state in _runs(found, (FULL,) if straight or not border else (PARTIAL, FULL)):
+            start = memory * t.memory + first * t.tile
+            if state == FULL:
+                parts.append({"memory": memory, "start": start, "tiles": n})
+            else:
+                parts.append({"memory": memory, "masked_start": start, "masked_tiles": n})
         if straight:
             if not parts:
                 parts.append({"memory": memory})
@@ -200,12 +216,24 @@ def build(
                 kind = Kind(
                     first=repeat == 0 and n == 0,
                     last=repeat == repeats - 1 and n == len(parts) - 1,
-                    run=part.get("run"),
+                    masked="masked_tiles" in part,
+                    run=tiles > 0,
                     remainder=(tiles - 1) % t.unroll if tiles else 0,
                     border=part.get("border"),
                 )
-                position = part.get("start"), tiles, part.get("border_start")
-                steps.append(Step(row, repeat, part["memory"], kind, *position))
+                steps.append(
+                    Step(
+                        row,
+                        repeat,
+                        part["memory"],
+                        kind,
+                        part.get("start"),
+                        tiles,
+                        part.get("masked_start"),
+                        part.get("masked_tiles", 0),
+                        part.get("border_start"),
+                    )
+                )
     return tuple(steps)
 
 
@@ -214,9 +242,64 @@ def visited(step: Step, tiling: Tiling) -> list[tuple[int, int]]:
     spans = []
     if step.tiles:
         spans.append((step.start, step.start + step.tiles * tiling.tile))
+    if step.masked_tiles:
+        spans.append((step.masked_start, step.masked_start + step.masked_tiles * tiling.tile))
     if border := step.kind.border:
         spans.append((step.border_start, step.border_start + border.offsets[-1] + tiling.sub))
     return spans
+
+
+def masked_tile(n: Any, tile: int, masked_start: Any, start: Any, tiles: Any) -> Any:
+    """First column of the ``n``-th tile under the mask: the run, if it lies among them, is passed over."""
+    at = masked_start + n * tile
+    return jnp.where((tiles > 0) & (at >= start), at + tiles * tile, at)
+
+
+def segments_meet(
+    rows: Int[Array, "b m"], columns: Int[Array, "b n"], row_block: int, tile: int
+) -> tuple[Bool[Array, "b r t"], Bool[Array, "b r t"]]:
+    """Whether any, and whether every, pair of each (row block, tile) lies in one segment.
+
+    The first is cautious: it compares ranges of ids, which is exact for ids in order.
+    """
+
+    def ranges(ids: Array, block: int) -> tuple[Array, Array]:
+        blocks = ids.reshape(ids.shape[0], -1, block)
+        return blocks.min(axis=-1), blocks.max(axis=-1)
+
+    row_low, row_high = (x[:, :, None] for x in ranges(rows, row_block))
+    low, high = (x[:, None, :] for x in ranges(columns, tile))
+    return (row_low <= high) & (low <= row_high), (row_low == high) & (low == row_high)
+
+
+def narrow(
+    steps: Sequence[Step], tile: int, some: Bool[Array, "b r t"], every: Bool[Array, "b r t"]
+) -> dict[str, Int[Array, "b s"]]:
+    """``start``, ``tiles``, ``masked_start`` and ``masked_tiles`` of every step, for each batch.
+
+    Args:
+        steps: the steps of the static mask.
+        tile: columns of a tile.
+        some, every: of each row and tile of one repeat, whether any and whether every pair is in one segment.
+    """
+    n = np.arange(some.shape[-1])[None, :]
+
+    def spans(start: str, tiles: str) -> np.ndarray:
+        first = np.array([(getattr(s, start) or 0) // tile for s in steps])[:, None]
+        return (n >= first) & (n < first + np.array([getattr(s, tiles) for s in steps])[:, None])
+
+    run, masked = spans("start", "tiles"), spans("masked_start", "masked_tiles")
+    rows = np.array([s.row for s in steps])
+    some, every = some[:, rows] & (run | masked), every[:, rows] & run
+    first = jnp.argmax(every, axis=-1)
+    # The run ends where the first tile after its beginning is shared by segments.
+    ends = ~every & (n >= first[..., None])
+    end = jnp.where(ends.any(axis=-1), jnp.argmax(ends, axis=-1), n.shape[1])
+    tiles = jnp.where(every.any(axis=-1), end - first, 0)
+    low = jnp.argmax(some, axis=-1)
+    high = n.shape[1] - jnp.argmax(some[..., ::-1], axis=-1)
+    met = jnp.where(some.any(axis=-1), high - low, 0)
+    return {"start": first * tile, "tiles": tiles, "masked_start": low * tile, "masked_tiles": met - tiles}
 
 
 def first_meetings(steps: tuple[Step, ...], tiling: Tiling) -> list[tuple[int | None, int]]:
@@ -291,34 +374,46 @@ class Table:
     """Integer columns, read by step inside a kernel and its index maps.
 
     A column that is a clamped affine function of the step, or of its place in a row of ``period`` steps, is
-    computed; the others lie one after the other in ``operand``, a flat int32 array for scalar prefetch (flat,
-    since a two-dimensional one is padded). None stands for a value that is never used.
+    computed; the others lie one after the other in a flat int32 operand for scalar prefetch (flat, since a
+    two-dimensional one is padded). None stands for a value that is never used.
+
+    Args:
+        columns: values by step.
+        period: steps of a row, where that is always the same.
+        stored: keep every column in the operand, for tables of equal form and different numbers.
+        batched: further columns, ``[batch, steps]`` arrays known only when the kernel runs.
     """
 
     def __init__(
-        self, columns: Mapping[str, Sequence[int | None]], *, period: int = 1, stored: bool = False
+        self,
+        columns: Mapping[str, Sequence[int | None]],
+        *,
+        period: int = 1,
+        stored: bool = False,
+        batched: Mapping[str, Int[Array, "b s"]] | None = None,
     ) -> None:
-        """``stored`` keeps every column in the operand, for tables of equal form and different numbers."""
         self._affine: dict[str, _Affine] = {}
         self._at: dict[str, int] = {}
-        operand = []
+        flat = []
         for name, values in columns.items():
             known = np.array([n for n, value in enumerate(values) if value is not None], np.int64)
             column = np.array([value or 0 for value in values], np.int32)
             if not stored and (fit := _affine(known, column[known].astype(np.int64), period)) is not None:
                 self._affine[name] = fit
             else:
-                self._at[name] = len(column) * len(operand)
-                operand.append(column)
-        self.operand = np.concatenate(operand) if operand else None
+                self._at[name] = len(column) * len(flat)
+                flat.append(column)
+        self.operands: tuple[Any, ...] = (np.concatenate(flat),) if flat else ()
+        self._batched = tuple(batched or ())
+        if batched:
+            self._shape = next(iter(batched.values())).shape
+            self.operands += (jnp.stack(list(batched.values())).astype(jnp.int32).reshape(-1),)
 
-    @property
-    def operands(self) -> tuple[np.ndarray, ...]:
-        """The scalar-prefetch operands: none or one."""
-        return () if self.operand is None else (self.operand,)
-
-    def read(self, name: str, step: Any, refs: tuple[Any, ...]) -> Any:
+    def read(self, name: str, step: Any, batch: Any, refs: tuple[Any, ...]) -> Any:
         """Column ``name`` at ``step``; ``refs`` are the prefetched operands."""
+        if name in self._batched:
+            batches, steps = self._shape
+            return refs[-1][(self._batched.index(name) * batches + batch) * steps + step]
         if name in self._at:
             return refs[0][self._at[name] + step]
         return self._affine[name](step, jnp)

@@ -7,12 +7,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.flash_attention import backward as _backward
 from pallas_kernels.flash_attention import forward as _forward
 from pallas_kernels.flash_attention.blocks import BlockSizes, choose_backward, choose_forward, round_up
-from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.flash_attention.operand_gradients import operand_gradients
+from pallas_kernels.flash_attention.spec import AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.masks import KeyLength
 
@@ -52,10 +54,35 @@ def _hide_padding(spec: AttentionSpec, q_len: int, kv_len: int, padded: int) -> 
     return dataclasses.replace(spec, mask=spec.mask & KeyLength(kv_len))
 
 
+def _prepare(operands: Operands, q_len: int, kv_len: int, q_padded: int, kv_padded: int) -> Operands:
+    """Pads, and turns lengths into segments: what lies beyond a length is in a segment of its own."""
+    q_ids, kv_ids, q_lens, kv_lens = (
+        getattr(operands, name) for name in ("q_segment_ids", "kv_segment_ids", "q_lens", "kv_lens")
+    )
+    if not all(x is None for x in (q_ids, kv_ids, q_lens, kv_lens)):
+        batch = next(len(x) for x in (q_ids, q_lens, kv_lens) if x is not None)
+        q_ids = _segments(q_ids, q_lens, batch, q_len, q_padded, outside=-1)
+        kv_ids = _segments(kv_ids, kv_lens, batch, kv_len, kv_padded, outside=-2)
+    bias = operands.bias
+    if bias is not None:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, q_padded - q_len), (0, kv_padded - kv_len)))
+    return Operands(q_ids, kv_ids, bias, operands.alibi_slopes, operands.sinks)
+
+
+def _segments(
+    ids: Array | None, lens: Array | None, batch: int, length: int, padded: int, outside: int
+) -> Array:
+    ids = jnp.zeros((batch, length), jnp.int32) if ids is None else ids.astype(jnp.int32)
+    if lens is not None:
+        ids = jnp.where(jnp.arange(length)[None, :] < lens[:, None], ids, outside)
+    return jnp.pad(ids, ((0, 0), (0, padded - length)), constant_values=outside)
+
+
 def flash_forward(
     q: Float[Array, "b h m d"],
     k: Float[Array, "b g n d"],
     v: Float[Array, "b g n e"],
+    operands: Operands = Operands(),
     *,
     spec: AttentionSpec,
     hardware: Hardware,
@@ -66,6 +93,7 @@ def flash_forward(
         q: ``[batch, heads, q_len, head_dim]``, float32 or bfloat16.
         k: ``[batch, kv_heads, kv_len, head_dim]``; ``kv_heads`` divides ``heads`` (GQA, MQA).
         v: ``[batch, kv_heads, kv_len, value_dim]``.
+        operands: optional tensors.
         spec: mask, scale, score changes and, if wanted, block sizes.
         hardware: what to compile for.
 
@@ -80,13 +108,18 @@ def flash_forward(
     batch, heads, q_len, dim = q.shape
     kv_len, value_dim = v.shape[2:]
     blocks = (spec.block_sizes or BlockSizes()).forward or choose_forward(
-        q_len, kv_len, dim, value_dim, q.dtype.itemsize, hardware
+        q_len, kv_len, dim, value_dim, q.dtype.itemsize, hardware, _itemsize(operands.bias)
     )
-    q_padded, kv_padded = round_up(q_len, blocks.block_q), round_up(kv_len, blocks.memory_kv or blocks.block_kv)
+    q_padded, kv_padded = (
+        round_up(q_len, blocks.block_q),
+        round_up(kv_len, blocks.memory_kv or blocks.block_kv),
+    )
     o, lse = _forward.forward(
         _heads(q, q_padded),
         _heads(k, kv_padded),
         _heads(v, kv_padded),
+        _prepare(operands, q_len, kv_len, q_padded, kv_padded),
+        batch=batch,
         spec=_hide_padding(spec, q_len, kv_len, kv_padded),
         blocks=blocks,
         hardware=hardware,
@@ -103,17 +136,19 @@ def flash_backward(
     lse: Float[Array, "b h m"],
     do: Float[Array, "b h m e"],
     dlse: Float[Array, "b h m"] | None = None,
+    operands: Operands = Operands(),
     *,
     spec: AttentionSpec,
     hardware: Hardware,
 ) -> tuple[Float[Array, "b h m d"], Float[Array, "b g n d"], Float[Array, "b g n e"]]:
-    """Gradients by q, k and v.
+    """Gradients by q, k and v; those by the operands are :func:`operand_gradients`.
 
     Args:
         q, k, v: as given to :func:`flash_forward`.
         o, lse: what it returned.
         do: gradient of ``o``.
         dlse: gradient of ``lse``, float32; None stands for zero.
+        operands: as given to :func:`flash_forward`.
         spec, hardware: as given to :func:`flash_forward`.
 
     Returns:
@@ -126,9 +161,12 @@ def flash_backward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
     blocks = (spec.block_sizes or BlockSizes()).backward or choose_backward(
-        q_len, kv_len, dim, value_dim, heads // kv_heads, q.dtype.itemsize, hardware
+        q_len, kv_len, dim, value_dim, heads // kv_heads, q.dtype.itemsize, hardware, _itemsize(operands.bias)
     )
-    q_padded, kv_padded = round_up(q_len, blocks.chunk_q or blocks.memory_q), round_up(kv_len, blocks.block_kv)
+    q_padded, kv_padded = (
+        round_up(q_len, blocks.chunk_q or blocks.memory_q),
+        round_up(kv_len, blocks.block_kv),
+    )
 
     def statistic(x: Array, fill: float) -> Array:
         x = x.reshape(batch * heads, q_len)
@@ -142,6 +180,8 @@ def flash_backward(
         statistic(lse, -jnp.inf),  # padded queries see nothing, whatever the mask says
         _heads(do, q_padded),
         None if dlse is None else statistic(dlse, 0.0),
+        _prepare(operands, q_len, kv_len, q_padded, kv_padded),
+        batch=batch,
         spec=_hide_padding(spec, q_len, kv_len, kv_padded),
         blocks=blocks,
         hardware=hardware,
@@ -150,35 +190,55 @@ def flash_backward(
     return cut(dq, q), cut(dk, k), cut(dv, v)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _attention(q: Array, k: Array, v: Array, spec: AttentionSpec, hardware: Hardware) -> tuple[Array, Array]:
-    return flash_forward(q, k, v, spec=spec, hardware=hardware)
-
-
-def _attention_forward(
-    q: Array, k: Array, v: Array, spec: AttentionSpec, hardware: Hardware
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    o, lse = flash_forward(q, k, v, spec=spec, hardware=hardware)
-    return (o, lse), (q, k, v, o, lse)
-
-
-def _attention_backward(
-    spec: AttentionSpec, hardware: Hardware, saved: tuple[Array, ...], gradients: tuple[Array, Array]
-) -> tuple[Array, Array, Array]:
-    do, dlse = gradients
-    return flash_backward(*saved, do, dlse, spec=spec, hardware=hardware)
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
+def _itemsize(x: Array | None) -> int:
+    return 0 if x is None else x.dtype.itemsize
 
 
 def flash_attention(
     q: Float[Array, "b h m d"],
     k: Float[Array, "b g n d"],
     v: Float[Array, "b g n e"],
+    operands: Operands = Operands(),
     *,
     spec: AttentionSpec,
     hardware: Hardware,
 ) -> tuple[Float[Array, "b h m e"], Float[Array, "b h m"]]:
-    """:func:`flash_forward`, differentiable by q, k and v in JAX (both results)."""
-    return _attention(q, k, v, spec, hardware)
+    """:func:`flash_forward`, both results differentiable in JAX by q, k, v, bias and sinks."""
+    return _attention(q, k, v, operands, spec, hardware)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(
+    q: Array, k: Array, v: Array, operands: Operands, spec: AttentionSpec, hardware: Hardware
+) -> tuple[Array, Array]:
+    return flash_forward(q, k, v, operands, spec=spec, hardware=hardware)
+
+
+def _attention_forward(
+    q: Array, k: Array, v: Array, operands: Operands, spec: AttentionSpec, hardware: Hardware
+) -> tuple[tuple[Array, Array], tuple]:
+    o, lse = flash_forward(q, k, v, operands, spec=spec, hardware=hardware)
+    return (o, lse), (q, k, v, o, lse, operands)
+
+
+def _attention_backward(
+    spec: AttentionSpec, hardware: Hardware, saved: tuple, gradients: tuple[Array, Array]
+) -> tuple:
+    *tensors, operands = saved
+    do, dlse = gradients
+    by_tensors = flash_backward(*tensors, do, dlse, operands, spec=spec, hardware=hardware)
+    dbias, dsinks = operand_gradients(*tensors, do, dlse, operands, spec=spec)
+    zero = lambda x: None if x is None else np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
+    slopes = operands.alibi_slopes
+    by_operands = Operands(
+        *(zero(ids) for ids in operands[:2]),
+        bias=dbias,
+        alibi_slopes=None if slopes is None else jnp.zeros_like(slopes),
+        sinks=dsinks,
+        q_lens=zero(operands.q_lens),
+        kv_lens=zero(operands.kv_lens),
+    )
+    return *by_tensors, by_operands
+
+
+_attention.defvjp(_attention_forward, _attention_backward)

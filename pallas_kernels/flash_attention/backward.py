@@ -24,21 +24,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import schedule, scores
-from pallas_kernels.flash_attention.blocks import BackwardBlocks
-from pallas_kernels.flash_attention.forward import MASKED, NN, NT, dot
-from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.flash_attention.blocks import LANES, BackwardBlocks
+from pallas_kernels.flash_attention.forward import MASKED, NN, NT, Extra, as_column, dot, in_kernel
+from pallas_kernels.flash_attention.spec import AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
 
 TN = (((0,), (0,)), ((), ()))  # a.T @ b
@@ -71,6 +71,7 @@ class _Pass:
     do: Any  # (1, memory_q, Dv)
     lse: Any  # (1, 1, memory_q) float32, times log2(e)
     dlse: Any  # (1, 1, memory_q) float32, or None
+    extra: Extra
     dq: Any  # (1, flush, D)
     dk: Any  # (1, block_kv, D)
     dv: Any  # (1, block_kv, Dv)
@@ -80,17 +81,20 @@ class _Pass:
     kt: Any  # (D, block_kv) if transposed, else None
     blocks: BackwardBlocks
     spec: AttentionSpec
+    head: Any  # of the query
+    row: Any  # position of the first key
+    column: Any  # position of the first query in VMEM
 
     def along(self, ref: Any, start: Any, n: int) -> Any:
         """``n`` positions of the sequence, whichever axis of an accumulator that is."""
-        part = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, 128), n)
+        part = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, LANES), n)
         return ref.at[:, part] if self.blocks.transposed else ref.at[part, :]
 
     def add(self, column: Any, dq_column: Any, tiles: list[_Tile]) -> None:
         """Adds tiles to the gradients; ``column`` counts queries in VMEM, ``dq_column`` those of ``dq_acc``."""
         transposed, f32 = self.blocks.transposed, jnp.float32
         low, high = min(t.q for t in tiles), max(t.q + t.n_q for t in tiles)
-        every = pl.ds(pl.multiple_of(column + low, 128), high - low)
+        every = pl.ds(pl.multiple_of(column + low, LANES), high - low)
         o, do = self.o[0, every, :], self.do[0, every, :]
         # delta anew for each block of keys: here it hides behind the MXU
         if transposed:  # both are operands of two products
@@ -102,7 +106,7 @@ class _Pass:
             delta = delta - self.dlse[0, :, every]
 
         def queries(t: _Tile) -> Any:
-            return pl.ds(pl.multiple_of(column + t.q, 128), t.n_q)
+            return pl.ds(pl.multiple_of(column + t.q, LANES), t.n_q)
 
         def probabilities(t: _Tile) -> tuple[Array, Array]:
             keys, here = slice(t.kv, t.kv + t.n_kv), slice(t.q - low, t.q - low + t.n_q)
@@ -113,10 +117,13 @@ class _Pass:
                 products, dp = dot(k, self.q[0, queries(t), :], NT), dot(v, self.do[0, queries(t), :], NT)
             logits = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
             s = logits - self.lse[0, :, queries(t)]
+            if self.extra.alibi_slopes is not None:
+                place = self.column + column + self.spec.query_offset, self.row + t.kv
+                s = s + scores.alibi(self.extra.alibi_slopes[self.head], place, t.q, s.shape, False)
+            if self.extra.bias is not None:
+                s = s + self.extra.bias[0, 0, queries(t), keys].astype(f32).T * scores.LOG2E
             if t.place is not None:
-                kv = t.place[0] + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-                q = t.place[1] + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-                s = jnp.where(self.spec.mask.visible(q, kv), s, MASKED)
+                s = self.mask(s, t, queries(t))
             p = jnp.exp2(s)
             ds = p * (dp - delta[:, here])
             ds = scores.products_gradient(ds, logits, softcap=self.spec.softcap)
@@ -144,24 +151,40 @@ class _Pass:
         for x in ahead:
             products(*x)
 
+    def mask(self, s: Array, t: _Tile, queries: Any) -> Array:
+        """Hides pairs of the tile."""
+        kv = t.place[0] + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+        q = t.place[1] + lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        seen = self.spec.mask.visible(q, kv)
+        if self.extra.q_segment_ids is not None:
+            ids = as_column(self.extra.kv_segment_ids[0, :, t.kv : t.kv + t.n_kv])
+            seen = seen & (ids == self.extra.q_segment_ids[0, :, queries])
+        return jnp.where(seen, s, MASKED)
+
     def result(self, acc: Any, factor: float, ref: Any) -> Array:
         x = (acc[...] * factor).astype(ref.dtype)
         return x.T if self.blocks.transposed else x
 
 
-def _border_tiles(p: _Pass, border: schedule.Border, key: Any, query: Any, fresh: bool) -> list[_Tile]:
-    """The border's tiles; queries count from the border's first. ``key``, ``query``: positions of its origin."""
+def _border_tiles(p: _Pass, border: schedule.Border, query: Any, fresh: bool) -> list[_Tile]:
+    """The border's tiles; queries count from the border's first, which is at position ``query``."""
     sub = p.blocks.border
-    if border.shift is not None:
-        key, query = 0, border.shift  # the mask asks for differences only: known now
+    # Where the mask asks for differences only, they are known now.
+    key, query = (p.row, query) if border.shift is None else (0, border.shift)
+    segments = p.extra.q_segment_ids is not None
     touched: set[int] = set()
     tiles = []
     for kv0, kv1, first, last in sorted(schedule.rectangles(border, sub, p.blocks.tile_q, sub)):
         offset, strips = border.offsets[first], range(kv0 // sub, kv1 // sub)
-        cut = any(border.states[c][n] != schedule.FULL for c in range(first, last) for n in strips)
+        cut = segments or any(
+            border.states[c][n] != schedule.FULL for c in range(first, last) for n in strips
+        )
         tiles.append(
             _Tile(
-                kv0, kv1 - kv0, offset, (last - first) * sub,
+                kv0,
+                kv1 - kv0,
+                offset,
+                (last - first) * sub,
                 place=(key + kv0, query + offset) if cut else None,
                 first=fresh and not touched & set(strips),
             )
@@ -178,18 +201,20 @@ class _Plan:
         borders: the borders that occur.
         fresh: of those, the ones that always begin their row and reach every key of it: their first tiles
             write what others would add to.
-        runs: the kinds of runs that occur: False without a mask, True with it.
+        masked: whether there are tiles under the mask.
+        runs: whether there are runs.
     """
 
     borders: tuple[schedule.Border, ...]
     fresh: tuple[bool, ...]
-    runs: tuple[bool, ...]
+    masked: bool
+    runs: bool
 
 
 def _step(p: _Pass, plan: _Plan, chunk: int, read: Callable[[str], Any]) -> None:
     b = p.blocks
     in_group, in_memory = read("repeat") * chunk, read("memory") * b.memory_q
-    key, origin = read("row") * b.block_kv, read("origin")
+    origin = p.column - in_memory
     fresh = functools.reduce(
         jnp.logical_or, [read("border") == n for n, fresh in enumerate(plan.fresh) if fresh], False
     )
@@ -209,22 +234,32 @@ def _step(p: _Pass, plan: _Plan, chunk: int, read: Callable[[str], Any]) -> None
         @pl.when(read("border") == index)
         def _(border: schedule.Border = border, index: int = index) -> None:
             start = read("border_start")
-            tiles = _border_tiles(p, border, key, origin + start, plan.fresh[index])
+            tiles = _border_tiles(p, border, origin + start, plan.fresh[index])
             p.add(start - in_memory, in_group + start, tiles)
 
-    def body(n: Any, start: Any, masked: bool) -> Any:
-        at = start + n * b.block_q
+    def block(at: Any, masked: bool) -> None:
         tiles = [
-            _Tile(kv, b.tile_kv, q, b.tile_q, place=(key + kv, origin + at + q) if masked else None)
+            _Tile(kv, b.tile_kv, q, b.tile_q, place=(p.row + kv, origin + at + q) if masked else None)
             for q in range(0, b.block_q, b.tile_q)
             for kv in range(0, b.block_kv, b.tile_kv)
         ]
         p.add(at - in_memory, in_group + at, tiles)
-        return start
 
-    for masked in plan.runs:
-        tiles = read("masked" if masked else "full")
-        lax.fori_loop(0, tiles, functools.partial(body, masked=masked), read("start"))
+    if plan.masked:
+        numbers = read("masked_start"), read("start"), read("tiles")
+
+        def under_mask(n: Any, carry: Any) -> Any:
+            block(schedule.masked_tile(n, b.block_q, *numbers), True)
+            return carry
+
+        lax.fori_loop(0, read("masked_tiles"), under_mask, 0)
+    if plan.runs:
+
+        def run(n: Any, start: Any) -> Any:
+            block(start + n * b.block_q, False)
+            return start
+
+        lax.fori_loop(0, read("tiles"), run, read("start"))
 
     @pl.when(read("flush") == 1)
     def _() -> None:
@@ -243,30 +278,46 @@ def _kernel(
     plan: _Plan,
     blocks: BackwardBlocks,
     spec: AttentionSpec,
+    present: tuple[bool, ...],
+    kv_heads: int,
+    group: int,
     chunk: int,
     has_dlse: bool,
 ) -> None:
-    prefetch, refs = refs[: len(table.operands)], refs[len(table.operands) :]
-    inputs, rest = list(refs[: 6 + has_dlse]), list(refs[6 + has_dlse :])
-    inputs += [None] * (not has_dlse)
-    rest += [None] * (not blocks.transposed)
-    p = _Pass(*inputs, *rest, blocks=blocks, spec=spec)
-    n = pl.program_id(1)
+    """``present`` tells which optional operands there are; ``kv_heads`` are those of one batch."""
+    remaining = iter(refs)
+    prefetch = tuple(itertools.islice(remaining, len(table.operands)))
+    inputs = list(itertools.islice(remaining, 6))
+    dlse = next(remaining) if has_dlse else None
+    extra = Extra(*(next(remaining) if there else None for there in present))
+    results = list(remaining) + [None] * (not blocks.transposed)
+    bh, n = pl.program_id(0), pl.program_id(1)
+
+    def read(name: str) -> Any:
+        return table.read(name, n, bh // kv_heads, prefetch)
+
+    position = {
+        "head": bh % kv_heads * group + read("repeat"),
+        "row": read("row") * blocks.block_kv,
+        "column": read("origin") + read("memory") * blocks.memory_q,
+    }
+    p = _Pass(*inputs, dlse, extra, *results, blocks, spec, **position)
 
     @pl.when(n == 0)
     def _() -> None:
         p.dq_acc[...] = jnp.zeros_like(p.dq_acc)
 
-    _step(p, plan, chunk, lambda name: table.read(name, n, prefetch))
+    _step(p, plan, chunk, read)
 
 
-def _columns(spec: AttentionSpec, tiling: schedule.Tiling, origin: int, group: int, width: int) -> dict[str, list]:
+def _columns(
+    steps: Sequence[schedule.Step], tiling: schedule.Tiling, origin: int, group: int, width: int
+) -> dict[str, list]:
     """The steps of one chunk of queries as columns of a table; ``border`` holds the borders themselves.
 
     Each block of dq, ``width`` queries, leaves once it is final, at most one a step: ``flush`` says that one
     leaves, ``dq`` which, or which is next to leave.
     """
-    steps = schedule.build(spec.mask, tiling, rows_are_queries=False, origin=origin, repeats=group)
     in_repeat = tiling.columns // width
     final = [0] * (group * in_repeat)
     for n, step in enumerate(steps):
@@ -285,8 +336,9 @@ def _columns(spec: AttentionSpec, tiling: schedule.Tiling, origin: int, group: i
         "first": [int(s.kind.first) for s in steps],
         "last": [int(s.kind.last) for s in steps],
         "start": [s.start for s in steps],
-        "full": [s.tiles if s.kind.run is False else 0 for s in steps],
-        "masked": [s.tiles if s.kind.run else 0 for s in steps],
+        "tiles": [s.tiles for s in steps],
+        "masked_start": [s.masked_start for s in steps],
+        "masked_tiles": [s.masked_tiles for s in steps],
         "border": [s.kind.border for s in steps],
         "border_start": [s.border_start for s in steps],
         "origin": [origin] * len(steps),
@@ -298,11 +350,67 @@ def _columns(spec: AttentionSpec, tiling: schedule.Tiling, origin: int, group: i
 
 def _lengthen(columns: dict[str, list], n: int) -> dict[str, list]:
     """The same steps, idle ones after them: they fetch nothing new and compute nothing."""
-    idle = {"first": 0, "last": 0, "full": 0, "masked": 0, "flush": 0, "start": None, "border": None,
-            "border_start": None}  # fmt: skip
+    idle = {"first": 0, "last": 0, "tiles": 0, "masked_tiles": 0, "flush": 0}
+    idle |= dict.fromkeys(("start", "masked_start", "border", "border_start"))
     return {
         name: [*values, *[idle.get(name, values[-1])] * (n - len(values))] for name, values in columns.items()
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """The chunks of queries: how many, each with ``steps`` steps, and the table of each."""
+
+    steps: int
+    plan: _Plan
+    tables: list[schedule.Table]
+
+
+def _chunks(
+    spec: AttentionSpec,
+    blocks: BackwardBlocks,
+    operands: Operands,
+    tiling: schedule.Tiling,
+    chunks: int,
+    group: int,
+    width: int,
+) -> _Pieces:
+    every, batched = [], []
+    segments = operands.q_segment_ids is not None
+    if segments:
+        meet = schedule.segments_meet(
+            operands.kv_segment_ids, operands.q_segment_ids, blocks.block_kv, blocks.block_q
+        )
+    for n in range(chunks):
+        origin = n * tiling.columns
+        steps = schedule.build(spec.mask, tiling, rows_are_queries=False, origin=origin, repeats=group)
+        every.append(_columns(steps, tiling, origin, group, width))
+        if segments:
+            here = slice(origin // tiling.tile, (origin + tiling.columns) // tiling.tile)
+            batched.append(schedule.narrow(steps, tiling.tile, *(x[:, :, here] for x in meet)))
+    length = max(len(columns["row"]) for columns in every)
+    every = [_lengthen(columns, length) for columns in every]
+    batched = [
+        {name: jnp.pad(x, ((0, 0), (0, length - x.shape[1]))) for name, x in columns.items()}
+        for columns in batched
+    ]
+    borders: dict[schedule.Border, bool] = {}
+    for columns in every:
+        for border, first in zip(columns["border"], columns["first"]):
+            if border is not None:
+                whole = all(map(any, zip(*border.states)))
+                borders[border] = borders.get(border, whole) and bool(first)
+        columns["border"] = [-1 if b is None else list(borders).index(b) for b in columns["border"]]
+    runs, masked = (any(any(c[name]) for c in every) for name in ("tiles", "masked_tiles"))
+    plan = _Plan(tuple(borders), tuple(borders.values()), masked=masked or segments, runs=runs)
+    period = length // (tiling.rows // tiling.row_block) if chunks == 1 else 1
+    tables = [
+        schedule.Table(
+            columns, period=max(period, 1), stored=chunks > 1, batched=batched[n] if segments else None
+        )
+        for n, columns in enumerate(every)
+    ]
+    return _Pieces(length, plan, tables)
 
 
 def backward(
@@ -313,19 +421,26 @@ def backward(
     lse: Float[Array, "h m"],
     do: Float[Array, "h m e"],
     dlse: Float[Array, "h m"] | None = None,
+    operands: Operands = Operands(),
     *,
+    batch: int,
     spec: AttentionSpec,
     blocks: BackwardBlocks,
     hardware: Hardware,
 ) -> tuple[Float[Array, "h m d"], Float[Array, "g n d"], Float[Array, "g n e"]]:
-    """Gradients of attention of padded heads.
+    """Gradients of attention of padded heads by q, k and v.
 
     Args:
-        q, o, do: ``[batch * heads, q_len, head_dim]``; ``q_len`` a multiple of ``blocks.chunk_q``, or of
-            ``blocks.memory_q``. Padded queries have zero ``do`` and an ``lse`` of -inf.
-        k, v: ``[batch * kv_heads, kv_len, head_dim]``; ``kv_len`` a multiple of ``blocks.block_kv``.
+        q: ``[batch * heads, q_len, head_dim]``; ``q_len`` a multiple of ``blocks.chunk_q``, or of
+            ``blocks.memory_q``.
+        k: ``[batch * kv_heads, kv_len, head_dim]``; ``kv_len`` a multiple of ``blocks.block_kv``.
+        v: ``[batch * kv_heads, kv_len, value_dim]``.
+        o: ``[batch * heads, q_len, value_dim]``.
         lse: ``[batch * heads, q_len]`` float32, natural logarithm; -inf for a query that sees nothing.
+        do: gradient of ``o``. Padded queries have zeros here and an ``lse`` of -inf.
         dlse: gradient of ``lse``, or None for zero.
+        operands: optional tensors, padded to the same lengths.
+        batch: of the heads given.
         spec, blocks, hardware: as in the forward pass.
 
     Returns:
@@ -336,125 +451,159 @@ def backward(
     group = heads // kv_heads
     chunk = blocks.chunk_q or q_len
     chunks = q_len // chunk
-    width = min(blocks.block_kv, blocks.memory_q)
+    width = _flush_width(blocks)
     tiling = schedule.Tiling(
-        rows=kv_len, columns=chunk, row_block=blocks.block_kv, memory=blocks.memory_q, tile=blocks.block_q,
+        rows=kv_len,
+        columns=chunk,
+        row_block=blocks.block_kv,
+        memory=blocks.memory_q,
+        tile=blocks.block_q,
         sub=blocks.border,
     )
-    chunked = [_columns(spec, tiling, n * chunk, group, width) for n in range(chunks)]
-    steps = max(len(columns["row"]) for columns in chunked)
-    chunked = [_lengthen(columns, steps) for columns in chunked]
-    borders: dict[schedule.Border, bool] = {}
-    for columns in chunked:
-        for border, first in zip(columns["border"], columns["first"]):
-            if border is not None:
-                whole = all(map(any, zip(*border.states)))
-                borders[border] = borders.get(border, whole) and bool(first)
-        columns["border"] = [-1 if b is None else list(borders).index(b) for b in columns["border"]]
-    plan = _Plan(
-        borders=tuple(borders),
-        fresh=tuple(borders.values()),
-        runs=tuple(
-            masked
-            for masked, name in ((False, "full"), (True, "masked"))
-            if any(any(columns[name]) for columns in chunked)
-        ),
-    )
-    in_row = len(chunked[0]["row"]) // (kv_len // blocks.block_kv) if chunks == 1 else 1
-    tables = [schedule.Table(columns, period=max(in_row, 1), stored=chunks > 1) for columns in chunked]
+    pieces = _chunks(spec, blocks, operands, tiling, chunks, group, width)
 
     lse = jnp.where(jnp.isneginf(lse), -MASKED, lse * scores.LOG2E)[:, None]
-    operands = (q, k, v, o, do, lse) + (() if dlse is None else (dlse[:, None],))
+    inputs = (q, k, v, o, do, lse) + (() if dlse is None else (dlse[:, None],))
     call = functools.partial(
         _call,
-        table=tables[0],
+        pieces=pieces,
+        inputs=inputs,
         operands=operands,
-        plan=plan,
+        batch=batch,
         blocks=blocks,
         spec=spec,
         chunk=chunk,
         width=width,
         hardware=hardware,
-        grid=(kv_heads, steps),
         partial=chunks > 1,
     )
     if chunks == 1:
-        return call(tables[0].operands)
+        return call(pieces.tables[0].operands)
 
     def body(sums: tuple, prefetch: Any) -> tuple:
-        dq, dk, dv = call((prefetch,))
+        dq, dk, dv = call(prefetch)
         return (sums[0] + dk, sums[1] + dv), dq
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
-    (dk, dv), dq = lax.scan(body, zeros, np.stack([table.operand for table in tables]))
+    numbers = tuple(jnp.stack(column) for column in zip(*(table.operands for table in pieces.tables)))
+    (dk, dv), dq = lax.scan(body, zeros, numbers)
     dq = jnp.swapaxes(dq, 0, 1).reshape(q.shape)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _flush_width(blocks: BackwardBlocks) -> int:
+    """Queries of dq that leave at a time: on a causal mask, those that one block of keys completes."""
+    if blocks.memory_q % blocks.block_kv == 0:
+        return blocks.block_kv
+    return max(n for n in range(LANES, blocks.memory_q + 1, LANES) if blocks.memory_q % n == 0 and n <= 2048)
 
 
 def _call(
     prefetch: tuple,
     *,
-    table: schedule.Table,
-    operands: tuple,
-    plan: _Plan,
+    pieces: _Pieces,
+    inputs: tuple,
+    operands: Operands,
+    batch: int,
     blocks: BackwardBlocks,
     spec: AttentionSpec,
     chunk: int,
     width: int,
     hardware: Hardware,
-    grid: tuple[int, int],
     partial: bool,
 ) -> tuple[Array, Array, Array]:
     """The kernel over one chunk of queries; ``partial`` leaves dk and dv in float32, to be summed."""
-    q, k, v, *_ = operands
-    heads, _, dim = q.shape
-    kv_heads, kv_len, value_dim = v.shape
-    group = heads // kv_heads
-    f32 = jnp.float32
-
-    def column(b: Any, n: Any, refs: tuple) -> tuple[Any, Any]:
-        """Query head, and block of queries in it, of step ``n``."""
-        block = (table.read("origin", n, refs) // blocks.memory_q) + table.read("memory", n, refs)
-        return b * group + table.read("repeat", n, refs), block
-
+    q, k, v, *_ = inputs
+    rows, _, dim = q.shape
+    kv_rows, kv_len, value_dim = v.shape
+    group, kv_heads = rows // kv_rows, kv_rows // batch
+    table, f32 = pieces.tables[0], jnp.float32
     once = {"pipeline_mode": pl.Buffered(1)} if blocks.single_buffer else {}
 
+    def read(name: str, b: Any, n: Any, refs: tuple) -> Any:
+        return table.read(name, n, b // kv_heads, refs)
+
+    def head(b: Any, n: Any, refs: tuple) -> Any:
+        return b * group + read("repeat", b, n, refs)
+
+    def block(b: Any, n: Any, refs: tuple) -> Any:
+        """Block of queries of one head."""
+        return read("origin", b, n, refs) // blocks.memory_q + read("memory", b, n, refs)
+
     def queries(depth: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, blocks.memory_q, depth), lambda b, n, *refs: (*column(b, n, refs), 0), **once)
+        shape = (1, blocks.memory_q, depth)
+        return pl.BlockSpec(shape, lambda b, n, *refs: (head(b, n, refs), block(b, n, refs), 0), **once)
 
     def keys(depth: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, blocks.block_kv, depth), lambda b, n, *refs: (b, table.read("row", n, refs), 0))
+        return pl.BlockSpec((1, blocks.block_kv, depth), lambda b, n, *refs: (b, read("row", b, n, refs), 0))
 
-    def statistics(b: Any, n: Any, *refs: Any) -> tuple[Any, int, Any]:
-        head, block = column(b, n, refs)
-        return head, 0, block
-
-    def across(n: int, depth: int) -> Any:
+    def accumulator(n: int, depth: int) -> Any:
         return pltpu.VMEM((depth, n) if blocks.transposed else (n, depth), f32)
 
-    row = pl.BlockSpec((1, 1, blocks.memory_q), statistics)
+    statistics = pl.BlockSpec(
+        (1, 1, blocks.memory_q), lambda b, n, *refs: (head(b, n, refs), 0, block(b, n, refs))
+    )
+    bias = operands.bias
+    extra_specs = Extra(
+        pl.BlockSpec((1, 1, blocks.memory_q), lambda b, n, *refs: (b // kv_heads, 0, block(b, n, refs))),
+        pl.BlockSpec(
+            (1, 1, blocks.block_kv), lambda b, n, *refs: (b // kv_heads, 0, read("row", b, n, refs))
+        ),
+        bias is not None
+        and pl.BlockSpec(
+            (1, 1, blocks.memory_q, blocks.block_kv),
+            lambda b, n, *refs: (
+                b // kv_heads if bias.shape[0] > 1 else 0,
+                b % kv_heads * group + read("repeat", b, n, refs) if bias.shape[1] > 1 else 0,
+                block(b, n, refs),
+                read("row", b, n, refs),
+            ),
+        ),
+        pl.BlockSpec(memory_space=pltpu.SMEM),
+        pl.BlockSpec(memory_space=pltpu.SMEM),
+    )
+    # Sinks are in lse already.
+    extra = in_kernel(operands)._replace(sinks=None)
+    present = tuple(x is not None for x in extra)
     dq, dk, dv = pl.pallas_call(
-        functools.partial(_kernel, table=table, plan=plan, blocks=blocks, spec=spec, chunk=chunk,
-                          has_dlse=len(operands) > 6),
+        functools.partial(
+            _kernel,
+            table=table,
+            plan=pieces.plan,
+            blocks=blocks,
+            spec=spec,
+            present=present,
+            kv_heads=kv_heads,
+            group=group,
+            chunk=chunk,
+            has_dlse=len(inputs) > 6,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
-            grid=grid,
+            grid=(kv_rows, pieces.steps),
             in_specs=[
-                queries(dim), keys(dim), keys(value_dim), queries(value_dim), queries(value_dim),
-                *[row] * (len(operands) - 5),
+                queries(dim),
+                keys(dim),
+                keys(value_dim),
+                queries(value_dim),
+                queries(value_dim),
+                *[statistics] * (len(inputs) - 5),
+                *itertools.compress(extra_specs, present),
             ],
             out_specs=[
-                pl.BlockSpec((1, width, dim), lambda b, n, *refs: (b, table.read("dq", n, refs), 0)),
+                pl.BlockSpec((1, width, dim), lambda b, n, *refs: (b, read("dq", b, n, refs), 0)),
                 keys(dim),
                 keys(value_dim),
             ],
             scratch_shapes=[
-                across(group * chunk, dim), across(blocks.block_kv, dim), across(blocks.block_kv, value_dim),
+                accumulator(group * chunk, dim),
+                accumulator(blocks.block_kv, dim),
+                accumulator(blocks.block_kv, value_dim),
                 *([pltpu.VMEM((dim, blocks.block_kv), k.dtype)] if blocks.transposed else []),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((kv_heads, group * chunk, dim), q.dtype),
+            jax.ShapeDtypeStruct((kv_rows, group * chunk, dim), q.dtype),
             jax.ShapeDtypeStruct(k.shape, f32 if partial else k.dtype),
             jax.ShapeDtypeStruct(v.shape, f32 if partial else v.dtype),
         ],
@@ -465,5 +614,5 @@ def _call(
         ),
         interpret=hardware.interpret,
         name="flash_attention_backward",
-    )(*prefetch, *operands)
-    return dq.reshape(heads, chunk, dim), dk, dv
+    )(*prefetch, *inputs, *(x for x in extra if x is not None))
+    return dq.reshape(rows, chunk, dim), dk, dv

@@ -20,6 +20,8 @@ class ForwardBlocks:
         border: side of the sub-tiles in which partly visible tiles are cut; empty ones are never computed.
         border_kv: most keys of one softmax on a border.
         ahead: rectangles of the border whose logits are issued before they are needed.
+        single_buffer: keep K and V in one buffer each, so that twice as many keys fit; the fetch of the next
+            head's is then not hidden.
         mxu_row_sums: sum the probabilities on the MXU, by rows of ones beside V^T. They are then summed as
             rounded to V's type.
     """
@@ -32,6 +34,7 @@ class ForwardBlocks:
     border: int = 128
     border_kv: int = 256
     ahead: int = 4
+    single_buffer: bool = False
     mxu_row_sums: bool = False
 
 
@@ -111,7 +114,13 @@ def _divisor(n: int, most: int) -> int:
 
 
 def choose_forward(
-    q_len: int, kv_len: int, head_dim: int, value_dim: int, itemsize: int, hardware: Hardware
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    value_dim: int,
+    itemsize: int,
+    hardware: Hardware,
+    bias_itemsize: int = 0,
 ) -> ForwardBlocks:
     """Blocks for these lengths and head dims that fit the hardware's VMEM.
 
@@ -120,31 +129,54 @@ def choose_forward(
         head_dim, value_dim: of q and k, and of v.
         itemsize: bytes of an element of q, k and v.
         hardware: what to compile for.
+        bias_itemsize: bytes of an element of the bias, 0 without one.
     """
     base = FORWARD[hardware.name]
     block_q = _even(q_len, base.block_q)
     # Key blocks that divide query blocks keep one border for every row of a causal mask.
-    block_kv = min(round_up(kv_len, LANES), _divisor(block_q, base.block_kv) if block_q >= 256 else base.block_kv)
+    block_kv = min(
+        round_up(kv_len, LANES), _divisor(block_q, base.block_kv) if block_q >= 256 else base.block_kv
+    )
     border = base.border if block_q % base.border == block_kv % base.border == 0 else LANES
-    key_bytes = itemsize * (2 * round_up(head_dim, LANES) + 2 * round_up(value_dim, LANES))
-    memory_kv = None
-    if round_up(kv_len, block_kv) * (key_bytes + itemsize * value_dim) > 0.55 * hardware.vmem_bytes:
-        memory_kv = round_up(int(0.25 * hardware.vmem_bytes) // key_bytes, max(block_q, block_kv))
+    key_bytes = itemsize * (round_up(head_dim, LANES) + round_up(value_dim, LANES))
+    resident = round_up(kv_len, block_kv) * key_bytes
+    transposed = round_up(kv_len, block_kv) * value_dim * itemsize
+    memory_kv, single_buffer = None, False
+    if 2 * resident + transposed > 0.65 * hardware.vmem_bytes:
+        if resident + transposed <= 0.65 * hardware.vmem_bytes:
+            single_buffer = True
+        else:
+            unit = max(block_q, block_kv)
+            memory_kv = max(int(0.25 * hardware.vmem_bytes) // (2 * key_bytes) // unit, 1) * unit
+    if bias_itemsize:
+        most = int(0.2 * hardware.vmem_bytes) // (2 * block_q * bias_itemsize)
+        if most < (memory_kv or kv_len):
+            memory_kv = max(most // block_kv, 1) * block_kv
     return dataclasses.replace(
         base,
         block_q=block_q,
         tile_q=_divisor(block_q, base.tile_q),
         block_kv=block_kv,
         memory_kv=memory_kv,
+        single_buffer=single_buffer,
         border=border,
     )
 
 
 def choose_backward(
-    q_len: int, kv_len: int, head_dim: int, value_dim: int, group: int, itemsize: int, hardware: Hardware
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    value_dim: int,
+    group: int,
+    itemsize: int,
+    hardware: Hardware,
+    bias_itemsize: int = 0,
 ) -> BackwardBlocks:
     """Blocks of the backward pass, as :func:`choose_forward`; ``group``: query heads of one key head."""
     base = BACKWARD[hardware.name]
+    if 2 * base.block_kv * base.block_q * bias_itemsize > 0.3 * hardware.vmem_bytes:
+        base = dataclasses.replace(base, block_kv=base.block_kv // 2, block_q=base.block_q // 2)
     block_kv, block_q = _even(kv_len, base.block_kv), _even(q_len, base.block_q)
     lanes = round_up(head_dim, LANES)
     column_bytes = itemsize * (lanes + 2 * round_up(value_dim, LANES))  # of q, o and do
@@ -152,7 +184,10 @@ def choose_backward(
     q_padded = round_up(q_len, max(block_q, block_kv) if q_len > block_q else block_q)
     vmem = int(0.75 * hardware.vmem_bytes)
     memory_q, chunk_q, single_buffer = q_padded, None, False
-    if q_padded * (2 * column_bytes + dq_bytes) > vmem:
+    column_bytes += block_kv * bias_itemsize
+    if bias_itemsize and q_padded > 2048:
+        memory_q = 2048 // max(block_q, block_kv) * max(block_q, block_kv)
+    elif q_padded * (2 * column_bytes + dq_bytes) > vmem:
         if q_padded * (column_bytes + dq_bytes) <= vmem:
             single_buffer = True
         else:

@@ -14,7 +14,7 @@ and the statistics of 1,024 queries are 8 registers; P^T is the stationary opera
 head_dim rows past it, where P V would fill half of a 256-wide MXU.
 
 In VMEM: K of one head (or ``memory_kv`` keys of it), V^T beside it, one block of Q and O; O^T, m, l in
-float32; the logits of one block of keys. V is transposed once a head, in the kernel, when all of it is there;
+float32; the logits of one block of keys; of a bias, the part between these queries and keys. V is transposed once a head, in the kernel, when all of it is there;
 when keys stream in pieces, V^T comes from outside, since each block of queries meets each piece anew.
 
 Runs are software-pipelined by hand: logits of the next block of keys are issued beside softmax and P V of this
@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import schedule, scores
-from pallas_kernels.flash_attention.blocks import ForwardBlocks
-from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.flash_attention.blocks import LANES, ForwardBlocks
+from pallas_kernels.flash_attention.spec import AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
 
 # Finite, so that a difference of two masked values is no NaN; no true logit is below it.
@@ -54,6 +55,21 @@ def dot(a: Array, b: Array, dims: Any) -> Array:
     return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
+class Extra(NamedTuple):
+    """References to the optional operands, or None; names as in :class:`Operands`."""
+
+    q_segment_ids: Any  # (1, 1, queries) int32
+    kv_segment_ids: Any  # (1, 1, keys) int32
+    bias: Any  # (1, 1, queries, keys)
+    alibi_slopes: Any  # (heads,) float32 in SMEM
+    sinks: Any  # (heads,) float32 in SMEM
+
+
+def as_column(row: Int[Array, "1 n"]) -> Int[Array, "n 1"]:
+    """A row of lanes as a column of sublanes, through one whole register."""
+    return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Pass:
     """One grid step of the forward pass: the references, and what is static."""
@@ -62,6 +78,7 @@ class _Pass:
     k: Any  # (1, memory, D)
     v: Any  # (1, memory, D), or transposed if keys are streamed
     vt: Any  # (D or D + ONES, memory): scratch, or a view of the streamed operand
+    extra: Extra
     o: Any  # (1, block_q, Dv)
     lse: Any  # (1, 1, block_q)
     acc: Any  # (D or D + ONES, block_q) float32: O^T, and l below it
@@ -71,11 +88,27 @@ class _Pass:
     blocks: ForwardBlocks
     spec: AttentionSpec
     value_dim: int
+    head: Any  # of the query
+    row: Any  # position of the first query
+    memory: Any  # position of the first key in VMEM
 
     def logits(self, cols: slice, key: Any, n: int) -> Array:
         """Logits in powers of two, (keys, queries), of ``n`` keys from ``key`` and the queries ``cols``."""
         products = dot(self.k[0, pl.ds(key, n), :], self.q[0, cols, :], NT)
-        return scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
+        s = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
+        if self.extra.alibi_slopes is not None:
+            place = self.row + self.spec.query_offset, self.memory + key
+            slope = self.extra.alibi_slopes[self.head]
+            s = s + scores.alibi(slope, place, cols.start, s.shape, self.linear_alibi)
+        if self.extra.bias is not None:
+            bias = self.extra.bias[0, 0, cols, pl.ds(key, n)]
+            s = s + bias.astype(jnp.float32).T * scores.LOG2E
+        return s
+
+    @property
+    def linear_alibi(self) -> bool:
+        """The keys' part alone grows with the block's length: too coarse for float32, far below bfloat16."""
+        return self.q.dtype == jnp.bfloat16 and self.spec.mask.hides_after(self.spec.query_offset)
 
     def accumulate(self, s: Array, cols: slice, key: Any, first: bool = False) -> None:
         """Adds keys [key, key + len(s)) to the queries ``cols``; ``first`` replaces what was there."""
@@ -94,17 +127,21 @@ class _Pass:
         pv = dot(self.vt[:, pl.ds(key, n)], p.astype(self.vt.dtype), NN)
         self.acc[:, cols] = pv if first else alpha[:1] * self.acc[:, cols] + pv
 
-    def mask(self, s: Array, row: Any, column: Any) -> Array:
-        """Hides the pairs of a tile that begins at query ``row`` and key ``column``."""
-        kv = column + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        q = row + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-        return jnp.where(self.spec.mask.visible(q, kv), s, MASKED)
+    def mask(self, s: Array, key: Any, cols: slice, place: tuple[Any, Any]) -> Array:
+        """Hides pairs of a tile that begins at ``key`` of VMEM; ``place`` is its (query, key) position."""
+        q = place[0] + lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        kv = place[1] + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+        seen = self.spec.mask.visible(q, kv)
+        if self.extra.q_segment_ids is not None:
+            ids = as_column(self.extra.kv_segment_ids[0, :, pl.ds(key, s.shape[0])])
+            seen = seen & (ids == self.extra.q_segment_ids[0, :, cols])
+        return jnp.where(seen, s, MASKED)
 
     def transpose_values(self, start: Any, n: int) -> None:
         """Writes V^T of ``n`` keys, and the rows of ones below it; small pieces keep it in registers."""
         for at in range(0, n, 512):
             width = min(512, n - at)
-            columns = pl.ds(pl.multiple_of(start + at, 128), width)
+            columns = pl.ds(pl.multiple_of(start + at, LANES), width)
             self.vt[: self.value_dim, columns] = self.v[0, columns, :].T
             if self.blocks.mxu_row_sums:
                 self.vt[self.value_dim :, columns] = jnp.ones((ONES, width), self.vt.dtype)
@@ -122,41 +159,52 @@ class _Pass:
                 total = self.acc[self.value_dim : self.value_dim + 1, cols]
             else:
                 total = jnp.sum(self.l[:, cols], axis=0, keepdims=True)
-            m = self.m[:1, cols]
-            seen = m > MASKED / 2  # a query that saw nothing has summed masked keys
-            o = self.acc[: self.value_dim, cols] * jnp.where(seen, 1.0 / total, 0.0)
+            m, left_out = self.m[:1, cols], 0.0
+            if self.extra.alibi_slopes is not None and self.linear_alibi:
+                left_out = scores.alibi_of_queries(self.extra.alibi_slopes[self.head], at, width)
+            if self.extra.sinks is not None:  # one more key, whose value is zero
+                sink = self.extra.sinks[self.head] * scores.LOG2E + left_out
+                top = jnp.maximum(m, sink)
+                keep = jnp.exp2(m - top)
+                total = keep * total + jnp.exp2(sink - top)
+                factor, lse = keep / total, top + jnp.log2(total)
+            else:
+                seen = m > MASKED / 2  # a query that saw nothing has summed masked keys
+                factor = jnp.where(seen, 1.0 / total, 0.0)
+                lse = jnp.where(seen, m + jnp.log2(total), -jnp.inf)
+            o = self.acc[: self.value_dim, cols] * factor
             self.o[0, cols, :] = o.T.astype(self.o.dtype)
-            lse = (m + jnp.log2(total)) * (1 / scores.LOG2E)
-            self.lse[0, :, cols] = jnp.where(seen, lse, -jnp.inf)
+            self.lse[0, :, cols] = (lse - left_out) * (1 / scores.LOG2E)
 
 
 def _border_pieces(
-    p: _Pass, border: schedule.Border, row: Any, base: Any, key: Any, fresh: bool
+    p: _Pass, border: schedule.Border, start: Any, fresh: bool
 ) -> list[tuple[Callable[[], Array], Callable[[Array], None]]]:
-    """(issue logits, accumulate them) for each rectangle of the border.
-
-    ``row`` and ``base`` are the positions of the step's first query and of the border's first key, ``key`` is
-    the latter counted from the keys in VMEM.
-    """
+    """(issue logits, accumulate them) for each rectangle of the border, whose first key is ``start``."""
     sub = p.blocks.border
-    if border.shift is not None:
-        row, base = 0, border.shift  # the mask asks for differences only: known now
+    # Where the mask asks for differences only, they are known now.
+    row, base = (p.row, start) if border.shift is None else (0, border.shift)
+    segments = p.extra.q_segment_ids is not None
     touched: set[int] = set()
     pieces = []
     for q0, q1, first, last in schedule.rectangles(border, sub, p.blocks.border_kv, p.blocks.tile_q):
         cols, offset = slice(q0, q1), border.offsets[first]
-        at = pl.multiple_of(key + offset, 128)
+        at = pl.multiple_of(start - p.memory + offset, LANES)
 
         def issue(cols: slice = cols, at: Any = at, first: int = first, last: int = last) -> Array:
             s = p.logits(cols, at, (last - first) * sub)
             # Merged strips are alike; where the mask cuts differs only between sub-columns.
-            cut = [border.states[c][cols.start // sub] != schedule.FULL for c in range(first, last)]
+            cut = [
+                segments or border.states[c][cols.start // sub] != schedule.FULL for c in range(first, last)
+            ]
             parts, c = [], 0
             while c < len(cut):
                 stop = next((n for n in range(c, len(cut)) if cut[n] != cut[c]), len(cut))
                 part = s[c * sub : stop * sub]
-                column = base + border.offsets[first + c]
-                parts.append(p.mask(part, row + cols.start, column) if cut[c] else part)
+                if cut[c]:
+                    place = row + cols.start, base + border.offsets[first + c]
+                    part = p.mask(part, at + c * sub, cols, place)
+                parts.append(part)
                 c = stop
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
 
@@ -168,40 +216,40 @@ def _border_pieces(
     return pieces
 
 
-def _step(
-    p: _Pass, kind: schedule.Kind, met: int, row: Any, memory: Any, read: Callable[[str], Any]
-) -> None:
-    """The body of one kind of step.
-
-    ``row``: first query; ``memory``: first key in VMEM; ``met``: keys whose values are to be transposed.
-    """
+def _step(p: _Pass, kind: schedule.Kind, met: int, read: Callable[[str], Any]) -> None:
+    """The body of one kind of step; ``met``: keys whose values are to be transposed."""
     b = p.blocks
     if met:
         p.transpose_values(read("met_start"), met)
     tiles = [slice(a, a + b.tile_q) for a in range(0, b.block_q, b.tile_q)]
-    whole_border = kind.border is not None and all(
-        any(column[n] for column in kind.border.states) for n in range(b.block_q // b.border)
-    )
     # Where a border alone reaches every query, its first pieces write what others would add to.
-    fresh = kind.first and kind.run is None and whole_border
+    whole_border = kind.border is not None and all(map(any, zip(*kind.border.states)))
+    fresh = kind.first and not kind.run and not kind.masked and whole_border
     if kind.first and not fresh:
         p.start()
 
-    pieces = []
-    if kind.run is not None:
-        start, count = read("start"), read("tiles")
-        at = lambda j: pl.multiple_of(start - memory + j * b.block_kv, b.block_kv)  # noqa: E731
+    start, count = read("start"), read("tiles")
+    if kind.masked:
 
-        def consume(s: Array, cols: slice, j: Any) -> None:
-            if kind.run:
-                s = p.mask(s, row + cols.start, start + j * b.block_kv)
-            p.accumulate(s, cols, at(j))
+        def under_mask(n: Any, carry: Any) -> Any:
+            at = schedule.masked_tile(n, b.block_kv, read("masked_start"), start, count)
+            key = pl.multiple_of(at - p.memory, LANES)
+            for cols in tiles:
+                s = p.logits(cols, key, b.block_kv)
+                p.accumulate(p.mask(s, key, cols, (p.row + cols.start, at)), cols, key)
+            return carry
+
+        lax.fori_loop(0, read("masked_tiles"), under_mask, 0)
+
+    pieces = []
+    if kind.run:
+        at = lambda j: pl.multiple_of(start - p.memory + j * b.block_kv, LANES)  # noqa: E731
 
         def step(j: Any) -> None:
             for cols in tiles:
                 s = p.s[:, cols]
                 following = p.logits(cols, at(j + 1), b.block_kv)
-                consume(s, cols, j)
+                p.accumulate(s, cols, at(j))
                 p.s[:, cols] = following
 
         for cols in tiles:
@@ -217,11 +265,11 @@ def _step(
         for u in range(kind.remainder):
             step(loops * b.unroll + u)
         pieces += [
-            (lambda: None, lambda _, cols=cols: consume(p.s[:, cols], cols, count - 1)) for cols in tiles[::-1]
+            (lambda: None, lambda _, cols=cols: p.accumulate(p.s[:, cols], cols, at(count - 1)))
+            for cols in tiles[::-1]
         ]
     if kind.border is not None:
-        key = read("border_start")
-        pieces += _border_pieces(p, kind.border, row, key, key - memory, fresh)
+        pieces += _border_pieces(p, kind.border, read("border_start"), fresh)
 
     issued = [issue() for issue, _ in pieces[: b.ahead]]
     for n, (_, accumulate) in enumerate(pieces):
@@ -232,26 +280,80 @@ def _step(
         p.finish()
 
 
-def _kernel(*refs: Any, table: schedule.Table, kinds: tuple, blocks: ForwardBlocks, spec: AttentionSpec,
-            memory: int, streamed: bool) -> None:
-    prefetch, refs = refs[: len(table.operands)], refs[len(table.operands) :]
-    q, k, v, o, lse, *scratch = refs
-    n = pl.program_id(1)
-    read = lambda name: table.read(name, n, prefetch)  # noqa: E731
-    value_dim = o.shape[-1]
-    vt = v.at[0] if streamed else scratch.pop(0)
-    p = _Pass(q, k, v, vt, o, lse, *scratch, blocks=blocks, spec=spec, value_dim=value_dim)
+def _kernel(
+    *refs: Any,
+    table: schedule.Table,
+    kinds: tuple[tuple[schedule.Kind, int], ...],
+    blocks: ForwardBlocks,
+    spec: AttentionSpec,
+    present: tuple[bool, ...],
+    heads: int,
+    memory: int,
+    streamed: bool,
+) -> None:
+    """``present`` tells which optional operands there are, ``heads`` are those of one batch."""
+    remaining = iter(refs)
+    prefetch = tuple(itertools.islice(remaining, len(table.operands)))
+    q, k, v = itertools.islice(remaining, 3)
+    extra = Extra(*(next(remaining) if there else None for there in present))
+    o, lse = itertools.islice(remaining, 2)
+    vt = v.at[0] if streamed else next(remaining)
+    bh, n = pl.program_id(0), pl.program_id(1)
 
-    row, column = read("row") * blocks.block_q, read("memory") * memory
+    def read(name: str) -> Any:
+        return table.read(name, n, bh // heads, prefetch)
+
+    position = {"head": bh % heads, "row": read("row") * blocks.block_q, "memory": read("memory") * memory}
+    p = _Pass(q, k, v, vt, extra, o, lse, *remaining, blocks, spec, o.shape[-1], **position)
     for index, (kind, met) in enumerate(kinds):
-        pl.when(read("kind") == index)(functools.partial(_step, p, kind, met, row, column, read))
+        pl.when(read("kind") == index)(functools.partial(_step, p, kind, met, read))
+
+
+def _steps(
+    spec: AttentionSpec, tiling: schedule.Tiling, operands: Operands, streamed: bool
+) -> tuple[int, tuple[tuple[schedule.Kind, int], ...], schedule.Table]:
+    """The number of steps, their kinds (each with the keys it is the first to meet), and their numbers."""
+    steps = schedule.build(spec.mask, tiling)
+    met = [(None, 0)] * len(steps) if streamed else schedule.first_meetings(steps, tiling)
+    of_step = [(step.kind, n) for step, (_, n) in zip(steps, met)]
+    batched = {}
+    if operands.q_segment_ids is not None:
+        # Which kind a step is of depends on its batch: each may have a run, or none.
+        of_step = [(dataclasses.replace(kind, masked=kind.run or kind.masked), n) for kind, n in of_step]
+        without = [(dataclasses.replace(kind, run=False), n) for kind, n in of_step]
+        kinds = tuple(dict.fromkeys(of_step + without))
+        batched = schedule.narrow(
+            steps,
+            tiling.tile,
+            *schedule.segments_meet(
+                operands.q_segment_ids, operands.kv_segment_ids, tiling.row_block, tiling.tile
+            ),
+        )
+        index = np.array([[kinds.index(kind) for kind in column] for column in (of_step, without)])
+        batched["kind"] = jnp.where(batched["tiles"] > 0, index[0], index[1])
+    else:
+        kinds = tuple(dict.fromkeys(of_step))
+    columns = {
+        "row": [s.row for s in steps],
+        "memory": [s.memory for s in steps],
+        "kind": [kinds.index(kind) for kind in of_step],
+        "start": [s.start for s in steps],
+        "tiles": [s.tiles for s in steps],
+        "masked_start": [s.masked_start for s in steps],
+        "masked_tiles": [s.masked_tiles for s in steps],
+        "border_start": [s.border_start for s in steps],
+        "met_start": [start for start, _ in met],
+    }
+    return len(steps), kinds, schedule.Table(columns, batched=batched)
 
 
 def forward(
     q: Float[Array, "h m d"],
     k: Float[Array, "g n d"],
     v: Float[Array, "g n e"],
+    operands: Operands = Operands(),
     *,
+    batch: int,
     spec: AttentionSpec,
     blocks: ForwardBlocks,
     hardware: Hardware,
@@ -260,63 +362,99 @@ def forward(
 
     Args:
         q: ``[batch * heads, q_len, head_dim]``; ``q_len`` a multiple of ``blocks.block_q``.
-        k, v: ``[batch * kv_heads, kv_len, head_dim]``; ``kv_len`` a multiple of ``blocks.memory_kv``, or of
+        k: ``[batch * kv_heads, kv_len, head_dim]``; ``kv_len`` a multiple of ``blocks.memory_kv``, or of
             ``blocks.block_kv``. Padding must be hidden by the mask from every true query.
+        v: ``[batch * kv_heads, kv_len, value_dim]``.
+        operands: optional tensors, padded to the same lengths.
+        batch: of the heads given.
         spec: mask, scale and score changes.
         blocks: tiling that fits these lengths.
         hardware: what to compile for.
 
     Returns:
-        ``o`` like ``q``, and ``lse [batch * heads, q_len]`` float32.
+        ``o [batch * heads, q_len, value_dim]`` like ``q``, and ``lse [batch * heads, q_len]`` float32.
     """
-    heads, q_len, dim = q.shape
-    kv_heads, kv_len, value_dim = v.shape
-    group = heads // kv_heads
+    rows, q_len, dim = q.shape
+    kv_rows, kv_len, value_dim = v.shape
+    heads, group = rows // batch, rows // kv_rows
     memory = blocks.memory_kv or kv_len
     streamed = memory < kv_len
+    segments = operands.q_segment_ids is not None
     tiling = schedule.Tiling(
-        rows=q_len, columns=kv_len, row_block=blocks.block_q, memory=memory, tile=blocks.block_kv,
-        sub=blocks.border, unroll=blocks.unroll,
+        rows=q_len,
+        columns=kv_len,
+        row_block=blocks.block_q,
+        memory=memory,
+        tile=blocks.block_kv,
+        sub=blocks.border,
+        unroll=1 if segments else blocks.unroll,
     )
-    steps = schedule.build(spec.mask, tiling)
-    met = [(None, 0)] * len(steps) if streamed else schedule.first_meetings(steps, tiling)
-    of_step = [(step.kind, n) for step, (_, n) in zip(steps, met)]
-    kinds = tuple(dict.fromkeys(of_step))
-    table = schedule.Table({
-        "row": [s.row for s in steps],
-        "memory": [s.memory for s in steps],
-        "kind": [kinds.index(kind) for kind in of_step],
-        "start": [s.start for s in steps],
-        "tiles": [s.tiles for s in steps],
-        "border_start": [s.border_start for s in steps],
-        "met_start": [start for start, _ in met],
-    })
+    blocks = dataclasses.replace(blocks, unroll=tiling.unroll)
+    steps, kinds, table = _steps(spec, tiling, operands, streamed)
     depth = value_dim + (ONES if blocks.mxu_row_sums else 0)
     if streamed:
         v = jnp.swapaxes(v, 1, 2)
         if blocks.mxu_row_sums:
-            v = jnp.concatenate([v, jnp.ones((kv_heads, ONES, kv_len), v.dtype)], axis=1)
+            v = jnp.concatenate([v, jnp.ones((kv_rows, ONES, kv_len), v.dtype)], axis=1)
 
-    row = lambda n, refs: table.read("row", n, refs)  # noqa: E731
-    piece = lambda n, refs: table.read("memory", n, refs)  # noqa: E731
-    block_q = blocks.block_q
-    f32 = jnp.float32
+    def row(h: Any, n: Any, refs: tuple) -> Any:
+        return table.read("row", n, h // heads, refs)
+
+    def piece(h: Any, n: Any, refs: tuple) -> Any:
+        return table.read("memory", n, h // heads, refs)
+
+    block_q, f32 = blocks.block_q, jnp.float32
+    once = {"pipeline_mode": pl.Buffered(1)} if blocks.single_buffer else {}
+    v_spec = (
+        pl.BlockSpec((1, depth, memory), lambda h, n, *refs: (h // group, 0, piece(h, n, refs)))
+        if streamed
+        else pl.BlockSpec((1, memory, value_dim), lambda h, n, *refs: (h // group, 0, 0), **once)
+    )
+    bias = operands.bias
+    one = (lambda h: 0, lambda h: h)
+    extra_specs = Extra(
+        pl.BlockSpec((1, 1, block_q), lambda h, n, *refs: (h // heads, 0, row(h, n, refs))),
+        pl.BlockSpec((1, 1, memory), lambda h, n, *refs: (h // heads, 0, piece(h, n, refs))),
+        bias is not None
+        and pl.BlockSpec(
+            (1, 1, block_q, memory),
+            lambda h, n, *refs: (
+                one[bias.shape[0] > 1](h // heads),
+                one[bias.shape[1] > 1](h % heads),
+                row(h, n, refs),
+                piece(h, n, refs),
+            ),
+        ),
+        pl.BlockSpec(memory_space=pltpu.SMEM),
+        pl.BlockSpec(memory_space=pltpu.SMEM),
+    )
+    present = tuple(x is not None for x in in_kernel(operands))
     o, lse = pl.pallas_call(
-        functools.partial(_kernel, table=table, kinds=kinds, blocks=blocks, spec=spec, memory=memory,
-                          streamed=streamed),
+        functools.partial(
+            _kernel,
+            table=table,
+            kinds=kinds,
+            blocks=blocks,
+            spec=spec,
+            present=present,
+            heads=heads,
+            memory=memory,
+            streamed=streamed,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(table.operands),
-            grid=(heads, len(steps)),
+            grid=(rows, steps),
             in_specs=[
-                pl.BlockSpec((1, block_q, dim), lambda h, n, *refs: (h, row(n, refs), 0)),
-                pl.BlockSpec((1, memory, dim), lambda h, n, *refs: (h // group, piece(n, refs), 0)),
-                pl.BlockSpec((1, depth, memory), lambda h, n, *refs: (h // group, 0, piece(n, refs)))
-                if streamed
-                else pl.BlockSpec((1, memory, value_dim), lambda h, n, *refs: (h // group, 0, 0)),
+                pl.BlockSpec((1, block_q, dim), lambda h, n, *refs: (h, row(h, n, refs), 0)),
+                pl.BlockSpec(
+                    (1, memory, dim), lambda h, n, *refs: (h // group, piece(h, n, refs), 0), **once
+                ),
+                v_spec,
+                *itertools.compress(extra_specs, present),
             ],
             out_specs=[
-                pl.BlockSpec((1, block_q, value_dim), lambda h, n, *refs: (h, row(n, refs), 0)),
-                pl.BlockSpec((1, 1, block_q), lambda h, n, *refs: (h, 0, row(n, refs))),
+                pl.BlockSpec((1, block_q, value_dim), lambda h, n, *refs: (h, row(h, n, refs), 0)),
+                pl.BlockSpec((1, 1, block_q), lambda h, n, *refs: (h, 0, row(h, n, refs))),
             ],
             scratch_shapes=[
                 *([] if streamed else [pltpu.VMEM((depth, memory), v.dtype)]),
@@ -327,13 +465,20 @@ def forward(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((heads, q_len, value_dim), q.dtype),
-            jax.ShapeDtypeStruct((heads, 1, q_len), f32),
+            jax.ShapeDtypeStruct((rows, q_len, value_dim), q.dtype),
+            jax.ShapeDtypeStruct((rows, 1, q_len), f32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=hardware.vmem_bytes
         ),
         interpret=hardware.interpret,
         name="flash_attention_forward",
-    )(*table.operands, q, k, v)
+    )(*table.operands, q, k, v, *(x for x in in_kernel(operands) if x is not None))
     return o, lse[:, 0]
+
+
+def in_kernel(operands: Operands) -> Extra:
+    """The operands that kernels read, in the form in which they do; lengths have become segments before."""
+    row = lambda ids: None if ids is None else ids[:, None]  # noqa: E731
+    q_ids, kv_ids, bias, slopes, sinks, *_ = operands
+    return Extra(row(q_ids), row(kv_ids), bias, slopes, sinks)

@@ -1,8 +1,11 @@
-"""What attention is computed: the static description that kernels, references and operators share."""
+"""What attention is computed: the static description and the optional tensors that all parts share."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.flash_attention.blocks import BlockSizes
 from pallas_kernels.masks import Full, Mask
@@ -15,11 +18,38 @@ class AttentionSpec:
     Attributes:
         scale: factor of the logits ``q k^T``.
         mask: which keys each query sees.
-        softcap: if given, logits become ``softcap * tanh(logits / softcap)`` before the mask (Gemma 2).
+        softcap: if given, logits become ``softcap * tanh(logits / softcap)`` before anything is added to them
+            (Gemma 2, arXiv:2408.00118).
+        query_offset: position of query 0 among the keys, for ALiBi distances.
         block_sizes: tiling of the kernels; None lets the kernel choose for its hardware and shapes.
     """
 
     scale: float
     mask: Mask = Full()
     softcap: float | None = None
+    query_offset: int = 0
     block_sizes: BlockSizes | None = None
+
+
+class Operands(NamedTuple):
+    """Optional tensors of an attention, beside q, k and v.
+
+    Attributes:
+        q_segment_ids: ``[batch, q_len]`` int32; not negative; a query sees keys of its own segment only. Ids that do not
+            decrease along the sequence let whole tiles be skipped; others cost time, not exactness.
+        kv_segment_ids: ``[batch, kv_len]`` int32, likewise not negative; given if and only if the queries' are.
+        bias: ``[1 or batch, 1 or heads, q_len, kv_len]``, added to the logits.
+        alibi_slopes: ``[heads]`` float32; ``-slope * |query_offset + q - kv|`` is added to the logits (Press
+            et al., arXiv:2108.12409).
+        sinks: ``[heads]`` float32; the logit of one more key of each head, whose value is zero.
+        q_lens: ``[batch]`` int32; queries from there on see nothing.
+        kv_lens: ``[batch]`` int32; keys from there on are seen by none.
+    """
+
+    q_segment_ids: Int[Array, "b m"] | None = None
+    kv_segment_ids: Int[Array, "b n"] | None = None
+    bias: Float[Array, "#b #h m n"] | None = None
+    alibi_slopes: Float[Array, " h"] | None = None
+    sinks: Float[Array, " h"] | None = None
+    q_lens: Int[Array, " b"] | None = None
+    kv_lens: Int[Array, " b"] | None = None

@@ -1,0 +1,18 @@
+"""Settings that must precede the first import of torch_xla or jax."""
+
+import os
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def first_device():
+    """A CPU backward before the first XLA device exists breaks every later XLA backward: make it first."""
+    import torch_xla
+
+    return torch_xla.device()

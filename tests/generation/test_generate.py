@@ -1,0 +1,150 @@
+import pytest
+import torch
+import torch_xla
+import transformers
+import typer
+from torch_xla.debug import metrics
+from typer.testing import CliRunner
+
+from xla_attention.commands.generate import find_model_folder, generate_command
+from xla_attention.generation import Sampling, generate, stream_text
+from xla_attention.models import LlamaConfig, build_model, load_model, save_model
+from xla_attention.text import ByteTokenizer, load_tokenizer
+
+GREEDY = Sampling(temperature=0)
+PROMPT = list(b"def f(x):")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A LLaMA over bytes with weights large enough that its choices are not near ties."""
+    config = LlamaConfig(
+        vocab_size=272,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=160,
+        initializer_range=0.2,
+        eos_token_id=256,
+    )
+    path = tmp_path_factory.mktemp("run") / "model"
+    save_model(build_model(config, seed=2), path, tokenizer=ByteTokenizer())
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+def tokens(model, prompt_ids=PROMPT, **arguments):
+    return list(generate(model, prompt_ids, **({"max_new_tokens": 30, "sampling": GREEDY} | arguments)))
+
+
+def test_greedy_tokens_are_those_of_transformers(folder, model):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = theirs.generate(
+        torch.tensor([PROMPT]), max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0
+    )
+    assert tokens(model) == ids[0, len(PROMPT) :].tolist()
+    assert len(set(tokens(model))) > 5
+
+
+def test_xla_gives_the_same_tokens_and_compiles_once_for_each_length(model, folder, first_device):
+    on_xla = load_model(folder).to(first_device)
+    torch_xla.sync()
+    before = metrics.metric_data("CompileTime")
+    before = before[0] if before else 0
+    # 120 to 159 tokens: padded to 128, a power of two, then to 160, the longest sequence.
+    prompt_ids = list(range(120))
+    ids = tokens(on_xla, prompt_ids, max_new_tokens=40)
+    assert metrics.metric_data("CompileTime")[0] - before == 2
+    assert ids == tokens(model, prompt_ids, max_new_tokens=40)
+
+
+def test_up_to_the_longest_sequence(model):
+    assert len(tokens(model, max_new_tokens=160 - len(PROMPT))) == 160 - len(PROMPT)
+    with pytest.raises(ValueError, match="max_new_tokens: 9 prompt tokens and 152 new ones make 161.* 160"):
+        tokens(model, max_new_tokens=152)
+
+
+def test_stops_before_a_stop_token(model):
+    ids = tokens(model)
+    stop = ids[10]
+    assert tokens(model, stop_ids={stop}) == ids[: ids.index(stop)]
+
+
+def test_only_ids_that_the_tokenizer_has(model):
+    sampling = Sampling(temperature=50.0)
+    assert max(tokens(model, sampling=sampling, max_new_tokens=100)) > 200
+    assert max(tokens(model, sampling=sampling, max_new_tokens=100, vocab_size=64)) < 64
+
+
+def test_the_seed_decides(model):
+    def sample(seed):
+        return tokens(model, sampling=Sampling(), seed=seed)
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_ids": []}, "prompt_ids: got none"),
+        ({"prompt_ids": [272]}, "prompt_ids: 272 is not below the model's vocab_size=272"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"vocab_size": 300}, "vocab_size: got 300, must be 1 to the model's 272"),
+    ],
+)
+def test_arguments_out_of_range(model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        # Raised by the call itself, before the first token is asked for.
+        generate(model, **({"prompt_ids": PROMPT, "max_new_tokens": 3, "sampling": GREEDY} | arguments))
+
+
+def test_text_comes_in_whole_characters():
+    tokenizer = ByteTokenizer()
+    pieces = list(stream_text(tokenizer, list(b"ab"), "hé𝄞!".encode()))
+    assert pieces == ["h", "é", "𝄞", "!"]
+    assert list(stream_text(tokenizer, list(b"ab"), "é".encode()[:1])) == ["\N{REPLACEMENT CHARACTER}"]
+    assert list(stream_text(tokenizer, "é".encode()[:1], "é".encode()[1:])) == []
+
+
+class TestCommand:
+    app = typer.Typer()
+    app.command()(generate_command)
+
+    def run(self, *arguments):
+        return CliRunner().invoke(self.app, [str(argument) for argument in arguments])
+
+    def test_writes_prompt_and_continuation(self, folder, model):
+        result = self.run(folder, "--prompt", "def f(x):", "--max-new-tokens", 12, "--temperature", 0)
+        ids = tokens(model, max_new_tokens=12, stop_ids={256}, vocab_size=257)
+        assert result.exit_code == 0
+        assert result.stdout == "def f(x):" + ByteTokenizer().decode(ids) + "\n"
+        assert "in float32 on CPU" in result.stderr
+
+    def test_an_empty_prompt_starts_a_text(self, folder):
+        result = self.run(folder, "--prompt", "", "--max-new-tokens", 3, "--seed", 1)
+        assert result.exit_code == 0
+
+    def test_mistakes_are_errors(self, folder, tmp_path):
+        assert "no such folder" in str(self.run(tmp_path / "gpt2", "--prompt", "a").exception)
+        assert "top_p: got 2.0" in str(self.run(folder, "--prompt", "a", "--top-p", 2).exception)
+        assert "no config.json" in str(self.run(tmp_path, "--prompt", "a").exception)
+
+
+def test_the_latest_checkpoint_of_a_run_is_found(tmp_path):
+    for step in ("step-00000100", "step-00000200", ".step-00000300.tmp"):
+        (tmp_path / "checkpoints" / step / "model").mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "model" / "config.json").write_text("{}")
+    newest = tmp_path / "checkpoints" / "step-00000200"
+    assert find_model_folder(tmp_path) == find_model_folder(newest) == newest / "model"
+    assert find_model_folder(newest / "model") == newest / "model"
+
+
+def test_the_saved_tokenizer_is_the_one_that_was_given(folder):
+    assert load_tokenizer(folder).encode("def f(x):") == PROMPT

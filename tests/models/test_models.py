@@ -1,0 +1,153 @@
+import math
+
+import pytest
+import torch
+from random_models import token_ids
+from torch.utils.flop_counter import FlopCounterMode
+
+from xla_attention.models import GPT, GPTConfig, Llama, LlamaConfig, build_model, next_token_loss
+
+GPT_CONFIG = GPTConfig(vocab_size=96, n_embd=64, n_layer=3, n_head=4, n_positions=64)
+LLAMA_CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+BOTH = pytest.mark.parametrize("config", [GPT_CONFIG, LLAMA_CONFIG], ids=["gpt2", "llama"])
+
+
+@BOTH
+def test_initial_weights(config):
+    model = build_model(config, seed=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any()
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all()
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
+            std = 0.02 / math.sqrt(6) if residual else 0.02
+            # The standard deviation of n normal numbers is within 5 sigma = 5 / sqrt(2n) of the true one.
+            assert abs(parameter.std() / std - 1) < 5 / math.sqrt(2 * parameter.numel())
+
+
+@BOTH
+def test_initial_loss_is_that_of_a_guess(config):
+    ids = token_ids(length=65)
+    loss = build_model(config)(ids[:, :-1], ids[:, 1:])
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - math.log(96)) < 0.1
+
+
+@BOTH
+def test_seed_decides_the_weights(config):
+    first, same, other = (build_model(config, seed=seed)(token_ids()) for seed in (1, 1, 2))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(("model_class", "config"), [(GPT, GPT_CONFIG), (Llama, LLAMA_CONFIG)])
+def test_the_constructor_and_the_meta_device_give_the_same_model(model_class, config):
+    assert torch.equal(model_class(config)(token_ids()), build_model(config)(token_ids()))
+
+
+@BOTH
+def test_causal(config):
+    model = build_model(config)
+    ids = token_ids()
+    changed = ids.clone()
+    changed[:, 30:] = 5
+    before, after = model(ids), model(changed)
+    torch.testing.assert_close(before[:, :30], after[:, :30], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[:, 30:], after[:, 30:], atol=1e-3)
+
+
+@BOTH
+def test_a_cast_model_stays_in_its_type(config):
+    """And its logits are those of the same rounded weights in float32, up to bfloat16's 8 bits."""
+    rounded = build_model(config, dtype=torch.bfloat16)
+    logits = rounded(token_ids())
+    assert logits.dtype == torch.bfloat16
+    wide = rounded.float()(token_ids())
+    error = (logits.float() - wide).norm() / wide.norm()
+    assert 0 < error < 0.02
+
+
+def test_rotary_tables_survive_a_cast():
+    model = build_model(LLAMA_CONFIG)
+    exact = model.model.rotary.cos.clone()
+    for changed in (model.to(torch.bfloat16), model.float()):
+        assert changed.model.rotary.cos.dtype == torch.float32
+        assert torch.equal(changed.model.rotary.cos, exact)
+    assert not any("rotary" in name for name in model.state_dict())
+
+
+@BOTH
+def test_blocks_can_be_wrapped_from_outside(config):
+    model = build_model(config)
+    expected = model(token_ids())
+    calls = []
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, *args):
+            calls.append(len(args))
+            return torch.utils.checkpoint.checkpoint(self.block, *args, use_reentrant=False)
+
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = Wrapped(block)
+    assert torch.equal(model(token_ids()), expected)
+    assert len(calls) == 3
+
+
+@BOTH
+def test_flops_are_those_that_torch_counts(config):
+    """torch counts the matrix products it runs: PaLM's formula, less norms and biases, which are below 1%."""
+    length = 64
+    model = build_model(config)
+    ids = token_ids(batch=1, length=length)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).backward()
+    assert counter.get_total_flops() == pytest.approx(length * model.flops_per_token(length), rel=0.02)
+
+
+def test_tied_embeddings_are_counted_once_and_multiplied():
+    untied, tied = (
+        build_model(LLAMA_CONFIG.model_copy(update={"tie_word_embeddings": tie})) for tie in (False, True)
+    )
+    assert untied.num_parameters() - tied.num_parameters() == 96 * 64
+    assert untied.flops_per_token(64) == tied.flops_per_token(64)
+
+
+def test_labels_of_minus_100_are_left_out():
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    labels = torch.tensor([[1, 2, -100, 3, -100], [4, -100, 5, 6, 0]])
+    chosen = logits.double().log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    torch.testing.assert_close(
+        next_token_loss(logits, labels).double(), -chosen[labels >= 0].mean(), rtol=1e-6, atol=0
+    )
+
+
+@BOTH
+def test_too_long_a_sequence_is_refused(config):
+    with pytest.raises(ValueError, match="input_ids: 65 positions, but the model's .* is 64"):
+        build_model(config, device="meta")(token_ids(length=65))
+
+
+def test_a_window_counts_only_where_it_hides_something():
+    values = LLAMA_CONFIG.model_dump() | {"sliding_window": 40}
+    mistral = build_model(LlamaConfig(**values | {"model_type": "mistral"}))
+    assert mistral(token_ids(length=40)).shape == (2, 40, 96)
+    with pytest.raises(ValueError, match="sliding_window .* is 40"):
+        mistral(token_ids(length=41))
+    qwen = LlamaConfig(**values | {"model_type": "qwen2"})
+    assert build_model(qwen)(token_ids(length=41)).shape == (2, 41, 96)
+    with pytest.raises(ValueError, match="sliding_window"):
+        build_model(qwen.model_copy(update={"use_sliding_window": True}))(token_ids(length=41))

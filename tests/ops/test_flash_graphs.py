@@ -1,0 +1,156 @@
+"""How often the operator traces, lowers and compiles: lazy mode, torch.compile, scanned layers."""
+
+import copy
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+
+from xla_attention import flash_attention
+from xla_attention.ops import flash
+
+
+def inputs(device, q_len=24, kv_len=24, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, 4, q_len, 32), (1, 2, kv_len, 32), (1, 2, kv_len, 32)]
+    return [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
+
+
+def block(q, k, v):
+    return flash_attention(q * 2, k, v, is_causal=True, causal_alignment="bottom_right").sin()
+
+
+def close(got, want):
+    """Up to a few roundings of the largest element: other fusions, or another implementation, of the same."""
+    for x, y in zip(got, want, strict=True):
+        largest = y.abs().max().item()
+        torch.testing.assert_close(x.cpu(), y.cpu(), rtol=0, atol=1e-5 * largest)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiles():
+    data = met.metric_data("CompileTime")
+    return data[0] if data else 0
+
+
+def test_calls_reuse_one_computation(first_device):
+    q, k, v = inputs(first_device)
+    flash_attention(q, k, v, scale=0.123)
+    before = len(flash._kernel_forward._computations)
+    for _ in range(1000):
+        flash_attention(q, k, v, scale=0.123)
+    assert len(flash._kernel_forward._computations) == before
+    flash_attention(q, k, v, scale=0.124)
+    assert len(flash._kernel_forward._computations) == before + 1
+
+
+def test_training_steps_compile_once_and_equal_eager_torch(first_device):
+    generator = torch.Generator().manual_seed(0)
+    initial = torch.randn(32, 32, generator=generator) / 6
+    data = torch.randn(1, 4, 24, 32, generator=generator)
+
+    def train(device):
+        weight, x = initial.to(device).requires_grad_(), data.to(device)
+        optimizer = torch.optim.SGD([weight], lr=1e-3)
+        losses, counts = [], []
+        for _ in range(4):
+            h = x @ weight
+            loss = flash_attention(h, h, x, is_causal=True).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+            losses.append(loss.item())
+            counts.append(compiles())
+        return losses, counts
+
+    losses, counts = train(first_device)
+    want, _ = train("cpu")
+    assert counts[1] == counts[2] == counts[3]
+    assert want[3] < 0.99 * want[0]  # the weight did move
+    assert losses == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_torch_compile_forward_and_backward(dynamic, first_device, fresh_dynamo):
+    compiled = torch.compile(block, backend="openxla", fullgraph=True, dynamic=dynamic)
+    for q_len, kv_len in [(24, 24), (16, 40)]:
+        lazy, ours = (inputs(first_device, q_len, kv_len) for _ in range(2))
+        want, got = block(*lazy), compiled(*ours)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        close([got, *(x.grad for x in ours)], [want, *(x.grad for x in lazy)])
+
+
+def test_torch_compile_with_lse_and_frozen_key(first_device, fresh_dynamo):
+    def both(q, k, v):
+        o, lse = flash_attention(q, k, v, softcap=3.0, return_lse=True)
+        return o.sum() + lse.square().sum()
+
+    lazy, ours = inputs(first_device), inputs(first_device)
+    for x in (lazy[1], ours[1]):
+        x.requires_grad_(False)
+    both(*lazy).backward()
+    torch.compile(both, backend="openxla", fullgraph=True)(*ours).backward()
+    assert ours[1].grad is None
+    close([ours[0].grad, ours[2].grad], [lazy[0].grad, lazy[2].grad])
+
+
+def test_torch_compile_is_not_disturbed_by_other_attention(first_device, fresh_dynamo):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("openxla")
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for n in range(12):
+            compiled(*inputs(first_device))
+            flash_attention(*inputs(first_device), scale=1 / (n + 7))
+    assert counter.frame_count == 1
+
+
+def test_torch_compile_in_eager_torch(first_device, fresh_dynamo):
+    want, got = inputs("cpu"), inputs("cpu")
+    block(*want).sum().backward()
+    torch.compile(block, backend="aot_eager", fullgraph=True)(*got).sum().backward()
+    close([x.grad for x in got], [x.grad for x in want])
+
+
+def test_operators_satisfy_torchs_own_checks(first_device):
+    q, k, v = inputs(first_device)
+    spec = flash.intern_static(flash.AttentionSpec(scale=0.2))
+    checks = ("test_schema", "test_faketensor")  # the others do not know XLA devices
+    torch.library.opcheck(flash._forward, (q, k, v, spec, True), test_utils=checks)
+    frozen = [x.detach() for x in (q, k, v)]
+    o, lse = flash._forward(*frozen, spec, True)
+    torch.library.opcheck(flash._backward, (*frozen, o, lse, o, None, spec), test_utils=checks)
+
+
+def test_inside_scanned_layers(first_device):
+    from torch_xla.experimental.scan_layers import scan_layers
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            h = self.project(x)
+            return x + flash_attention(h, h, x, is_causal=True)
+
+    torch.manual_seed(0)
+    eager = torch.nn.ModuleList(Layer() for _ in range(3))
+    scanned = copy.deepcopy(eager).to(first_device)
+    want = x = torch.randn(1, 2, 16, 32) / 4
+    for layer in eager:
+        want = layer(want)
+    want.square().sum().backward()
+    got = scan_layers(scanned, x.to(first_device))
+    got.square().sum().backward()
+    close([got, *(p.grad for p in scanned.parameters())], [want, *(p.grad for p in eager.parameters())])

@@ -1,0 +1,32 @@
+"""`xla-attention train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train_command(
+    config: Annotated[Path, typer.Argument(help="YAML file, such as configs/train/demo.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as optimizer.lr=3e-4.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete what an earlier run left in out_dir, and start again.")
+    ] = False,
+) -> None:
+    """Train a language model; run it again to continue from the last checkpoint."""
+    from rich.console import Console
+
+    from xla_attention.training.config import load_config
+
+    loaded = load_config(config, overrides or [])
+
+    from xla_attention.training.loop import train
+
+    console = Console()
+    result = train(loaded, console, fresh=fresh)
+    if result.stopped_by:
+        console.print(f"{result.stopped_by}: stopped after step {result.step}; run the same command to go on")
+    console.print(f"checkpoint: {result.checkpoint}")
+    console.print(f"sample from it: xla-attention generate {result.checkpoint / 'model'} --prompt 'def '")

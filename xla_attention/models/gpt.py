@@ -1,0 +1,99 @@
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each half, one projection for q, k, v."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xla_attention.models.causal_lm import CausalLM, check_length
+from xla_attention.models.config import GPTConfig
+from xla_attention.ops.flash import flash_attention
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.n_head, config.head_dim
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = (batch, length, self.heads, self.head_dim)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=-1))
+        o = flash_attention(q, k, v, is_causal=True)
+        return self.c_proj(o.transpose(1, 2).reshape(batch, length, width))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        inner = config.n_inner or 4 * config.n_embd
+        self.gelu = nn.GELU(approximate="tanh" if config.activation_function == "gelu_new" else "none")
+        self.c_fc = nn.Linear(config.n_embd, inner)
+        self.c_proj = nn.Linear(inner, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.gelu(self.c_fc(x)))
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm computed in float32, returned in the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_1 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config)
+        self.ln_2 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        # A slice rather than a lookup: its gradient needs no scatter.
+        x = self.wte(input_ids) + self.wpe.weight[: input_ids.shape[1]]
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+
+class GPT(CausalLM):
+    """GPT-2 with the parameter names of `GPT2LMHeadModel`; its `Conv1D` is `nn.Linear` here (transposed)."""
+
+    residual_projections = ("c_proj.weight",)
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lookups = ("transformer.wpe.weight",) + (() if tied else ("transformer.wte.weight",))
+        self.init_weights()
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.transformer.h
+
+    def hidden_states(self, input_ids: Tensor) -> Tensor:
+        check_length(input_ids.shape[1], self.config.n_positions, "n_positions")
+        return self.transformer(input_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        projection = self.transformer.wte if self.lm_head is None else self.lm_head
+        return F.linear(hidden, projection.weight)

@@ -1,0 +1,121 @@
+"""Compiles JAX functions for a TPU with none attached: does it fit, what memory does it take, how long."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from xla_attention.bridge import lower
+from xla_attention.planner.topology import Topology
+
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask what TPU this is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+
+
+class CompileError(RuntimeError):
+    """The TPU compiler refused; the message is its own, such as which VMEM allocation was too large."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of one function on one chip.
+
+    Attributes:
+        seconds: time of the compilation, when it was made.
+        argument_bytes: device memory of the arguments.
+        output_bytes: device memory of the results.
+        temp_bytes: device memory of what is between, kernels' VMEM not counted.
+        cached: whether an earlier compilation of the same module gave this.
+    """
+
+    seconds: float
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    cached: bool
+
+
+def compile_for_tpu(
+    fn: Callable[..., Any],
+    avals: Sequence[jax.ShapeDtypeStruct],
+    topology: Topology,
+    *,
+    dump_to: Path | None = None,
+) -> Compiled:
+    """Compiles ``fn`` for one chip of ``topology``, in a process of its own.
+
+    Results are kept by content in ``cache_folder()``: the lowered module, libtpu's version and flags, and the
+    topology.
+
+    Args:
+        fn: a JAX function of arrays alone.
+        avals: shape and dtype of each argument.
+        topology: whose chip to compile for.
+        dump_to: a folder for the compiler's text dumps, optimized HLO and each kernel's VLIW bundles; made if
+            it is missing. Compiles even if the result is cached.
+
+    Raises:
+        CompileError: the compiler refused, or died.
+    """
+    module = lower(fn, avals, "tpu").mlir_module_serialized
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    entry = cache_folder() / "compile" / f"{_key(module, metadata.version('libtpu'), topology, flags)}.json"
+    if dump_to is None and entry.exists():
+        return Compiled(**json.loads(entry.read_text()), cached=True)
+    if dump_to is not None:
+        dump_to.mkdir(parents=True, exist_ok=True)
+        flags += f" --xla_jf_dump_to={dump_to} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+
+    answer = _run_worker(module, topology, flags)
+    if "error" in answer:
+        raise CompileError(f"compilation for {topology} failed: {answer['error']}")
+    _write_atomically(entry, json.dumps(answer))
+    return Compiled(**answer, cached=False)
+
+
+def cache_folder() -> Path:
+    """Where results are kept: ``$XLA_ATTENTION_CACHE``, else ``~/.cache/xla-attention``."""
+    return Path(os.environ.get("XLA_ATTENTION_CACHE") or Path.home() / ".cache" / "xla-attention")
+
+
+def _run_worker(module: bytes, topology: Topology, flags: str) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".mlir") as file:
+        file.write(module)
+        file.flush()
+        options = json.dumps(topology.jax_options())
+        process = subprocess.run(
+            [sys.executable, "-m", "xla_attention.planner.compile_worker", file.name, options],
+            env={**os.environ, **_ENVIRONMENT, "LIBTPU_INIT_ARGS": flags},
+            capture_output=True,
+            text=True,
+        )
+    if process.returncode:  # libtpu aborts on what it did not foresee
+        raise CompileError(
+            f"the compiler for {topology} ended with status {process.returncode}:\n{process.stderr[-2000:]}"
+        )
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def _key(module: bytes, *rest: object) -> str:
+    return hashlib.sha256(module + repr([str(x) for x in rest]).encode()).hexdigest()[:32]
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

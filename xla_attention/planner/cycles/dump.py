@@ -1,0 +1,85 @@
+"""Counts every Mosaic kernel in a folder of libtpu's dumps.
+
+The folder is filled by compiling with
+
+    LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+
+libtpu shortens long names differently in each file name; what belongs together begins with the same time stamp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from pallas_kernels.hardware import Hardware
+from xla_attention.planner.cycles.hlo import Module, executions, parse_hlo
+from xla_attention.planner.cycles.parse import parse_bundles, parse_utilization
+from xla_attention.planner.cycles.report import KernelCycles, count
+
+_HEADING = "*-schedule-analysis_packed-bundles-post-ra.txt"
+_KERNEL = re.compile(r"%([\w.\-]+) = .*custom_call_target=\"tpu_custom_call\".*?(?:op_name=\"([^\"]*)\"|$)", re.M)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelFiles:
+    """The files of one kernel, its instruction in the HLO and the JAX operation that it comes from."""
+
+    name: str
+    op_name: str
+    bundles: Path
+    utilization: Path
+
+
+def kernels_in(folder: Path) -> list[KernelFiles]:
+    """The Mosaic kernels in a dump, in the order in which they were compiled."""
+    found = []
+    for heading in sorted(folder.glob(_HEADING)):
+        stamp, rest = heading.name.split("-", 1)
+        kernel = None if rest.startswith("TLP-") else _KERNEL.search(heading.read_text())
+        if kernel is None:  # the program around the kernels, or an XLA operation
+            continue
+        bundles, utilization = (
+            [path for path in folder.glob(f"{stamp}-*{ending}") if "schedule-analysis" not in path.name]
+            for ending in (
+                "-packed-bundles-post-ra.txt",
+                "pre-delay_hlo-static-per-bundle-utilization.txt",
+            )
+        )
+        found.append(KernelFiles(kernel[1], kernel[2] or "", bundles[0], utilization[0]))
+    return found
+
+
+def count_cycles(
+    folder: Path, hardware: Hardware, operands: Mapping[int, np.ndarray] | None = None
+) -> list[KernelCycles]:
+    """Static cycles of every Mosaic kernel in a dump.
+
+    Args:
+        folder: filled by one compilation.
+        hardware: that it was compiled for.
+        operands: contents of integer operands that are data, by index, the same for every kernel. Those that
+            are constants in the dumped HLO need not be given.
+    """
+    given = dict(operands or {})
+    modules = [parse_hlo(path.read_text()) for path in folder.glob("*-TLP-hlo.txt")]
+    return [
+        count(
+            parse_bundles(kernel.bundles.read_text()),
+            parse_utilization(kernel.utilization.read_text()),
+            hardware,
+            [{**known, **given} for known in _calls(modules, kernel.name)],
+            name=kernel.name,
+            op_name=kernel.op_name,
+        )
+        for kernel in kernels_in(folder)
+    ]
+
+
+def _calls(modules: list[Module], kernel: str) -> list[dict[int, np.ndarray]]:
+    """The kernel's known operands each time that it runs; once, without any, if no HLO was dumped."""
+    return next(filter(None, (executions(module, kernel) for module in modules)), [{}])

@@ -1,0 +1,89 @@
+"""Which kernels a model runs, as JAX functions to compile, count or time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.flash_attention import AttentionSpec, flash_backward, flash_forward
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.masks import Causal
+from xla_attention.models.config import GPTConfig, LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel at the shapes that a model gives it.
+
+    Attributes:
+        name: such as ``"flash forward"``.
+        fn: a JAX function of arrays alone.
+        avals: shape and dtype of each argument.
+        shapes: the sizes that matter, for people.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    shapes: str
+
+
+def kernels_of_model(
+    config: GPTConfig | LlamaConfig, *, batch: int, seq_len: int, dtype: str, hardware: Hardware
+) -> list[Kernel]:
+    """The kernels of one training step of the model; every layer runs the same.
+
+    Args:
+        config: the model.
+        batch: sequences on one chip.
+        seq_len: tokens of one sequence.
+        dtype: that attention computes in, ``"float32"`` or ``"bfloat16"``.
+        hardware: that the kernels choose their block sizes by.
+    """
+    spec = AttentionSpec(scale=config.head_dim**-0.5, mask=Causal())
+    return flash_kernels(
+        (batch, config.num_attention_heads, seq_len, config.head_dim),
+        (batch, config.num_key_value_heads, seq_len, config.head_dim),
+        dtype=dtype,
+        spec=spec,
+        hardware=hardware,
+    )
+
+
+def flash_kernels(
+    q_shape: tuple[int, int, int, int],
+    kv_shape: tuple[int, int, int, int],
+    *,
+    dtype: str,
+    spec: AttentionSpec,
+    hardware: Hardware,
+) -> list[Kernel]:
+    """Flash attention, forward and backward.
+
+    Args:
+        q_shape: ``[batch, heads, q_len, head_dim]``.
+        kv_shape: ``[batch, kv_heads, kv_len, head_dim]``.
+        dtype: ``"float32"`` or ``"bfloat16"``.
+        spec: what attention is computed.
+        hardware: that the kernels choose their block sizes by.
+    """
+    q = o = jax.ShapeDtypeStruct(q_shape, jnp.dtype(dtype))
+    kv = jax.ShapeDtypeStruct(kv_shape, jnp.dtype(dtype))
+    lse = jax.ShapeDtypeStruct(q_shape[:-1], jnp.float32)
+    forward, backward = (
+        functools.partial(f, spec=spec, hardware=hardware) for f in (flash_forward, flash_backward)
+    )
+    shapes = f"q {_times(q_shape)}, kv {_times(kv_shape)}"
+    return [
+        Kernel("flash forward", forward, (q, kv, kv), shapes),
+        Kernel("flash backward", backward, (q, kv, kv, o, lse, o), shapes),
+    ]
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

@@ -1,0 +1,150 @@
+"""The training loop."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor, nn
+
+from xla_attention.training.checkpoint import CheckpointError
+from xla_attention.training.config import TrainConfig
+from xla_attention.training.data import evaluation_batches, training_batch
+from xla_attention.training.interrupt import StopRequest
+from xla_attention.training.metrics import Metrics, peak_of
+from xla_attention.training.optimizer import learning_rate, set_learning_rate
+from xla_attention.training.profiling import StepProfiler
+from xla_attention.training.run import Run, erase, exclusive, prepare
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        step: steps done.
+        eval_loss: held-out loss at the end, in nats per token; None if nothing is held out, or stopped early.
+        checkpoint: the last checkpoint.
+        stopped_by: name of the signal that ended the run early, or None.
+    """
+
+    step: int
+    eval_loss: float | None
+    checkpoint: Path
+    stopped_by: str | None
+
+
+def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = False) -> TrainResult:
+    """Trains to `config.steps`, from the last checkpoint in `config.out_dir` if there is one.
+
+    SIGTERM and SIGINT end the run after the current step, with a checkpoint.
+
+    Args:
+        console: where progress is shown; the terminal by default.
+        fresh: first delete what an earlier run left in `config.out_dir`.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or does not fit the checkpoint found.
+        DataError: the data cannot be used.
+        CheckpointError: the last checkpoint cannot be written.
+        DivergedError: the loss is no longer finite; no checkpoint is written after that.
+    """
+    console = console or Console()
+    with StopRequest() as stop, exclusive(config.out_dir):
+        if fresh:
+            erase(config.out_dir)
+        run = prepare(config, console)
+        with _metrics(run, console) as metrics:
+            _train_steps(run, metrics, console, stop)
+            eval_loss = None
+            if run.held_out and not stop.signal:
+                eval_loss = evaluate(run)
+                metrics.evaluated(run.state.step, eval_loss)
+            checkpoint = run.save()
+    return TrainResult(run.state.step, eval_loss, checkpoint, stop.signal)
+
+
+def _train_steps(run: Run, metrics: Metrics, console: Console, stop: StopRequest) -> None:
+    config, state = run.config, run.state
+    profiler = StepProfiler(config.profile, config.out_dir / "profile", run.device)
+    while state.step < config.steps and not stop.signal:
+        lr = learning_rate(state.step, config.steps, config.optimizer)
+        set_learning_rate(state.optimizer, lr)
+        loss, grad_norm = train_step(run)
+        state.step += 1
+        state.position += config.sequences_per_step
+        metrics.step(state.step, lr, loss, grad_norm)
+        profiler.step()
+
+        if state.step == config.steps or stop.signal:
+            break  # the end has an evaluation and a checkpoint of its own
+        if run.held_out and _due(config.eval.interval, state.step):
+            with metrics.paused():
+                metrics.evaluated(state.step, evaluate(run))
+        if _due(config.checkpoint.interval, state.step):
+            with metrics.paused():
+                _save_or_warn(run, console)
+    profiler.stop()
+    metrics.flush()
+
+
+def train_step(run: Run) -> tuple[Tensor, Tensor]:
+    """One optimizer step: forward and backward of each micro batch, clipping, update.
+
+    Returns:
+        Loss, and norm of the gradient before clipping: scalars that the device is still computing.
+    """
+    config, model, optimizer = run.config, run.state.model, run.state.optimizer
+    losses = []
+    for micro in range(config.grad_accumulation):
+        position = run.state.position + micro * config.batch_size
+        batch = training_batch(run.train_data, config.batch_size, position, config.seed)
+        loss = run.loss(batch) / config.grad_accumulation
+        loss.backward()
+        losses.append(loss.detach())
+        if config.grad_accumulation > 1:
+            run.sync()  # one program for each micro batch, rather than one that holds them all
+    max_norm = config.optimizer.max_grad_norm or float("inf")
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = torch.stack(losses).sum()
+    run.sync()
+    return loss, grad_norm
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean loss over the held-out batches, in nats per token."""
+    losses = []
+    for batch in evaluation_batches(run.held_out, run.config.batch_size, run.config.eval.batches):
+        losses.append(run.loss(batch))
+        run.sync()
+    return sum(loss.item() for loss in losses) / len(losses)
+
+
+def _due(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0
+
+
+def _save_or_warn(run: Run, console: Console) -> None:
+    """A checkpoint that cannot be written must not cost the training that is in memory."""
+    try:
+        run.save()
+    except CheckpointError as error:
+        console.print(f"[bold red]warning:[/] {escape(str(error))}; training goes on")
+
+
+def _metrics(run: Run, console: Console) -> Metrics:
+    config = run.config
+    return Metrics(
+        config.out_dir,
+        console,
+        first_step=run.state.step,
+        steps=config.steps,
+        log_interval=config.log_interval,
+        tokens_per_step=config.tokens_per_step,
+        flops_per_token=run.state.model.flops_per_token(config.seq_len),
+        peak=peak_of(run.device),
+    )

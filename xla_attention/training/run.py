@@ -1,0 +1,146 @@
+"""Everything that a training run holds, built from its configuration."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from xla_attention.device import pick_device
+from xla_attention.models import build_model, load_model, load_model_config
+from xla_attention.models.config import ModelConfig
+from xla_attention.text import Tokenizer, load_tokenizer
+from xla_attention.training.activation_checkpointing import checkpoint_activations
+from xla_attention.training.checkpoint import CheckpointFolder, check_fits
+from xla_attention.training.config import ConfigError, TrainConfig
+from xla_attention.training.data import PackedTokens, load_data
+from xla_attention.training.optimizer import build_optimizer
+from xla_attention.training.state import TrainState, seed_random
+
+
+@dataclass
+class Run:
+    """A run in progress. `held_out` is None if nothing is held out."""
+
+    config: TrainConfig
+    state: TrainState
+    tokenizer: Tokenizer
+    train_data: PackedTokens
+    held_out: PackedTokens | None
+    device: torch.device
+    checkpoints: CheckpointFolder
+
+    def loss(self, batch: np.ndarray) -> Tensor:
+        """Mean loss, in nats per token, of a batch [batch, seq_len + 1] int64."""
+        ids = torch.from_numpy(batch).to(self.device)
+        reduced = self.config.compute_dtype == "bfloat16"
+        # Parameters stay float32; autocast casts them, and their gradients back, where they are multiplied.
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=reduced):
+            return self.state.model(ids[:, :-1], labels=ids[:, 1:])
+
+    def sync(self) -> None:
+        """On XLA, runs what has been recorded so far; it does not wait for the result."""
+        if self.device.type == "xla":
+            import torch_xla
+
+            torch_xla.sync()
+
+    def save(self) -> Path:
+        """Writes a checkpoint."""
+        return self.checkpoints.save(self.state, self.config, self.tokenizer, self.train_data.fingerprint())
+
+
+def prepare(config: TrainConfig, console: Console) -> Run:
+    """Loads data and model, and continues from the last checkpoint in `config.out_dir` if there is one.
+
+    Raises:
+        ConfigError: the configuration does not fit together, or does not fit the checkpoint found.
+        DataError, ValueError, FileNotFoundError: data, tokenizer or model that it names cannot be used.
+    """
+    device, description = _device(config)
+    console.print(f"device: {description}")
+    tokenizer = load_tokenizer(config.tokenizer)
+    model_config = _model_config(config, tokenizer)
+    train_data, held_out = load_data(
+        config.data,
+        tokenizer,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        vocab_size=model_config.vocab_size,
+        seed=config.seed,
+    )
+    checkpoints = CheckpointFolder(config.out_dir / "checkpoints", config.checkpoint.keep_last)
+    checkpoints.remove_unfinished()
+    checkpoint = checkpoints.latest()
+    if checkpoint is not None:
+        check_fits(checkpoint, model_config, config, train_data.fingerprint())
+        model = load_model(checkpoint / "model")
+    elif isinstance(config.model, dict):
+        model = build_model(model_config, seed=config.seed)
+    else:
+        model = load_model(config.model, dtype=torch.float32)
+
+    model.to(device).train()
+    checkpoint_activations(model, config.activation_checkpointing)
+    seed_random(config.seed, device)
+    state = TrainState(model, build_optimizer(model, config.optimizer))
+    if checkpoint is not None:
+        checkpoints.restore(checkpoint, state)
+        console.print(f"resuming from {checkpoint}")
+    held = len(held_out.tokens) if held_out else 0
+    tokens = f"{len(train_data.tokens):,} training tokens, {held:,} held out"
+    console.print(f"{model.num_parameters() / 1e6:.2f} M parameters; {tokens}")
+    run = Run(config, state, tokenizer, train_data, held_out, device, checkpoints)
+    run.sync()
+    return run
+
+
+@contextmanager
+def exclusive(out_dir: Path) -> Iterator[None]:
+    """Makes `out_dir`, and holds it for this process alone.
+
+    Raises:
+        ConfigError: another process trains there.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with open(out_dir / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"out_dir={out_dir}: another process is training there; use another folder"
+            ) from None
+        yield
+
+
+def erase(out_dir: Path) -> None:
+    """Deletes what a run wrote into `out_dir`, and nothing else."""
+    for name in ("checkpoints", "tensorboard", "profile"):
+        shutil.rmtree(out_dir / name, ignore_errors=True)
+    (out_dir / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def _device(config: TrainConfig) -> tuple[torch.device, str]:
+    if config.device == "eager":
+        return torch.device("cpu"), "CPU, eager torch"
+    return pick_device()
+
+
+def _model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
+    model = load_model_config(config.model)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} must be at least the tokenizer's {tokenizer.vocab_size}"
+        )
+    if config.seq_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"seq_len={config.seq_len} is longer than the model's {model.max_position_embeddings} positions; "
+            "lower it, or raise them in the model's configuration"
+        )
+    return model

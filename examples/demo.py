@@ -25,7 +25,7 @@ from xla_attention.training.loop import train
 
 CONFIG = Path(__file__).parents[1] / "configs" / "train" / "demo.yaml"
 TOPOLOGY = "v5e:2x2"
-PROMPT = "    def __init__(self"
+PROMPT = "def "
 
 
 def main(
@@ -44,7 +44,7 @@ def main(
     first_loss = plot_losses(config.out_dir)
 
     console.rule("sample")
-    generate_command(config.out_dir, PROMPT, max_new_tokens=config.seq_len - len(PROMPT), temperature=0.6)
+    generate_command(config.out_dir, PROMPT, max_new_tokens=config.seq_len - len(PROMPT), top_p=0.9, seed=1)
 
     console.rule(f"compile for {TOPOLOGY}")
     compile_command(CONFIG, overrides, topology=TOPOLOGY)

@@ -135,7 +135,7 @@ class SlidingWindow(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
-    """Query and key lie in the same chunk of ``size`` positions; with ``Causal``, Llama 4's local attention."""
+    """Query and key lie in one chunk of ``size`` positions; with ``Causal``, Llama 4's local attention."""
 
     size: int
 

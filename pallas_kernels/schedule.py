@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -93,6 +93,7 @@ class Kind:
         run: whether there is a run.
         remainder: tiles of the run, less its last, that are left over by the unrolled loop.
         border: the border, if the step has one.
+        shared: whether segments meet in the border, so that all of it needs the mask.
     """
 
     first: bool
@@ -101,6 +102,7 @@ class Kind:
     run: bool
     remainder: int
     border: Border | None
+    shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,22 +277,30 @@ def segments_meet(
 def narrow(
     steps: Sequence[Step], tile: int, some: Bool[Array, "b r t"], every: Bool[Array, "b r t"]
 ) -> dict[str, Int[Array, "b s"]]:
-    """``start``, ``tiles``, ``masked_start`` and ``masked_tiles`` of every step, for each batch.
+    """What segments leave of every step, for each batch.
 
     Args:
         steps: the steps of the static mask.
         tile: columns of a tile.
-        some, every: of each row and tile of one repeat, whether any and whether every pair is in one segment.
+        some: of each row and tile of one repeat, whether any pair is in one segment.
+        every: whether every pair is.
+
+    Returns:
+        ``start``, ``tiles``, ``masked_start`` and ``masked_tiles``, and ``shared``: whether segments meet in
+        the step's border, which must then be masked. Such a step has no run: fewer programs are needed.
     """
     n = np.arange(some.shape[-1])[None, :]
 
-    def spans(start: str, tiles: str) -> np.ndarray:
+    def spans(start: str, last: Callable[[Step], int]) -> np.ndarray:
         first = np.array([(getattr(s, start) or 0) // tile for s in steps])[:, None]
-        return (n >= first) & (n < first + np.array([getattr(s, tiles) for s in steps])[:, None])
+        return (n >= first) & (n < np.array([last(s) for s in steps])[:, None])
 
-    run, masked = spans("start", "tiles"), spans("masked_start", "masked_tiles")
+    run = spans("start", lambda s: ((s.start or 0) // tile) + s.tiles)
+    masked = spans("masked_start", lambda s: ((s.masked_start or 0) // tile) + s.masked_tiles)
+    border = spans("border_start", lambda s: -(-_border_end(s) // tile))
     rows = np.array([s.row for s in steps])
-    some, every = some[:, rows] & (run | masked), every[:, rows] & run
+    shared = jnp.any(border & ~every[:, rows], axis=-1)
+    some, every = some[:, rows] & (run | masked), every[:, rows] & run & ~shared[..., None]
     first = jnp.argmax(every, axis=-1)
     # The run ends where the first tile after its beginning is shared by segments.
     ends = ~every & (n >= first[..., None])
@@ -299,7 +309,18 @@ def narrow(
     low = jnp.argmax(some, axis=-1)
     high = n.shape[1] - jnp.argmax(some[..., ::-1], axis=-1)
     met = jnp.where(some.any(axis=-1), high - low, 0)
-    return {"start": first * tile, "tiles": tiles, "masked_start": low * tile, "masked_tiles": met - tiles}
+    return {
+        "start": first * tile,
+        "tiles": tiles,
+        "masked_start": low * tile,
+        "masked_tiles": met - tiles,
+        "shared": shared,
+    }
+
+
+def _border_end(step: Step) -> int:
+    """The column that ends the step's border, less at most a sub-tile; 0 without one."""
+    return step.border_start + step.kind.border.offsets[-1] + 1 if step.kind.border else 0
 
 
 def first_meetings(steps: tuple[Step, ...], tiling: Tiling) -> list[tuple[int | None, int]]:

@@ -1,5 +1,6 @@
 """Fast, trustworthy attention for PyTorch models on Cloud TPU: Pallas kernels as torch_xla operators."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from xla_attention.versions import check_versions
@@ -7,18 +8,21 @@ from xla_attention.versions import check_versions
 check_versions()
 
 if TYPE_CHECKING:
+    from xla_attention import masks
     from xla_attention.device import pick_device
-    from xla_attention.ops import flash_attention
+    from xla_attention.ops import flash_attention, segment_ids_from_lengths
 
-__all__ = ["flash_attention", "pick_device"]
+__all__ = ["flash_attention", "masks", "pick_device", "segment_ids_from_lengths"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports torch and JAX on first use of what needs them: ``import xla_attention`` itself is quick."""
-    if name == "flash_attention":
-        from xla_attention.ops import flash_attention
+    if name in ("flash_attention", "segment_ids_from_lengths"):
+        from xla_attention import ops
 
-        return flash_attention
+        return getattr(ops, name)
+    if name == "masks":
+        return importlib.import_module("xla_attention.masks")
     if name == "pick_device":
         from xla_attention.device import pick_device
 

@@ -13,6 +13,7 @@ from xla_attention.commands.compile import compile_command
 from xla_attention.commands.generate import generate_command
 from xla_attention.commands.tokenize import tokenize_command
 from xla_attention.commands.train import train_command
+from xla_attention.commands.tune import tune_command
 
 
 class Commands(TyperGroup):
@@ -42,4 +43,5 @@ app.command("train")(train_command)
 app.command("generate")(generate_command)
 app.command("tokenize")(tokenize_command)
 app.command("compile")(compile_command)
+app.command("tune")(tune_command)
 app.add_typer(bench_app, name="bench")

@@ -1,4 +1,4 @@
-"""Flash attention of any lengths and head dims: pads to the kernels' blocks, masks the padding, cuts it off."""
+"""Flash attention of any lengths and head dims: pads to the blocks, masks the padding, cuts it off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.flash_attention import backward as _backward
 from pallas_kernels.flash_attention import forward as _forward
 from pallas_kernels.flash_attention.blocks import BlockSizes, choose_backward, choose_forward, round_up
 from pallas_kernels.flash_attention.operand_gradients import operand_gradients
-from pallas_kernels.flash_attention.spec import AttentionSpec, Operands
+from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.masks import KeyLength
 
@@ -82,7 +82,7 @@ def flash_forward(
     q: Float[Array, "b h m d"],
     k: Float[Array, "b g n d"],
     v: Float[Array, "b g n e"],
-    operands: Operands = Operands(),
+    operands: Operands = NO_OPERANDS,
     *,
     spec: AttentionSpec,
     hardware: Hardware,
@@ -136,7 +136,7 @@ def flash_backward(
     lse: Float[Array, "b h m"],
     do: Float[Array, "b h m e"],
     dlse: Float[Array, "b h m"] | None = None,
-    operands: Operands = Operands(),
+    operands: Operands = NO_OPERANDS,
     *,
     spec: AttentionSpec,
     hardware: Hardware,
@@ -198,7 +198,7 @@ def flash_attention(
     q: Float[Array, "b h m d"],
     k: Float[Array, "b g n d"],
     v: Float[Array, "b g n e"],
-    operands: Operands = Operands(),
+    operands: Operands = NO_OPERANDS,
     *,
     spec: AttentionSpec,
     hardware: Hardware,

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import schedule, scores
 from pallas_kernels.flash_attention.blocks import LANES, BackwardBlocks
 from pallas_kernels.flash_attention.forward import MASKED, NN, NT, Extra, as_column, dot, in_kernel
-from pallas_kernels.flash_attention.spec import AttentionSpec, Operands
+from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
 
 TN = (((0,), (0,)), ((), ()))  # a.T @ b
@@ -91,7 +91,7 @@ class _Pass:
         return ref.at[:, part] if self.blocks.transposed else ref.at[part, :]
 
     def add(self, column: Any, dq_column: Any, tiles: list[_Tile]) -> None:
-        """Adds tiles to the gradients; ``column`` counts queries in VMEM, ``dq_column`` those of ``dq_acc``."""
+        """Adds tiles to the gradients; ``column``: their origin in VMEM, ``dq_column``: in ``dq_acc``."""
         transposed, f32 = self.blocks.transposed, jnp.float32
         low, high = min(t.q for t in tiles), max(t.q + t.n_q for t in tiles)
         every = pl.ds(pl.multiple_of(column + low, LANES), high - low)
@@ -166,19 +166,16 @@ class _Pass:
         return x.T if self.blocks.transposed else x
 
 
-def _border_tiles(p: _Pass, border: schedule.Border, query: Any, fresh: bool) -> list[_Tile]:
+def _border_tiles(p: _Pass, border: schedule.Border, query: Any, fresh: bool, shared: bool) -> list[_Tile]:
     """The border's tiles; queries count from the border's first, which is at position ``query``."""
     sub = p.blocks.border
     # Where the mask asks for differences only, they are known now.
     key, query = (p.row, query) if border.shift is None else (0, border.shift)
-    segments = p.extra.q_segment_ids is not None
     touched: set[int] = set()
     tiles = []
     for kv0, kv1, first, last in sorted(schedule.rectangles(border, sub, p.blocks.tile_q, sub)):
         offset, strips = border.offsets[first], range(kv0 // sub, kv1 // sub)
-        cut = segments or any(
-            border.states[c][n] != schedule.FULL for c in range(first, last) for n in strips
-        )
+        cut = shared or any(border.states[c][n] != schedule.FULL for c in range(first, last) for n in strips)
         tiles.append(
             _Tile(
                 kv0,
@@ -231,11 +228,17 @@ def _step(p: _Pass, plan: _Plan, chunk: int, read: Callable[[str], Any]) -> None
 
     for index, border in enumerate(plan.borders):
 
-        @pl.when(read("border") == index)
-        def _(border: schedule.Border = border, index: int = index) -> None:
+        def at_border(shared: bool, border: schedule.Border = border, index: int = index) -> None:
             start = read("border_start")
-            tiles = _border_tiles(p, border, origin + start, plan.fresh[index])
+            tiles = _border_tiles(p, border, origin + start, plan.fresh[index], shared)
             p.add(start - in_memory, in_group + start, tiles)
+
+        here = read("border") == index
+        if p.extra.q_segment_ids is None:
+            pl.when(here)(functools.partial(at_border, False))
+        else:
+            pl.when(here & (read("shared") == 0))(functools.partial(at_border, False))
+            pl.when(here & (read("shared") == 1))(functools.partial(at_border, True))
 
     def block(at: Any, masked: bool) -> None:
         tiles = [
@@ -421,7 +424,7 @@ def backward(
     lse: Float[Array, "h m"],
     do: Float[Array, "h m e"],
     dlse: Float[Array, "h m"] | None = None,
-    operands: Operands = Operands(),
+    operands: Operands = NO_OPERANDS,
     *,
     batch: int,
     spec: AttentionSpec,

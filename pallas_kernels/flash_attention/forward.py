@@ -14,11 +14,12 @@ and the statistics of 1,024 queries are 8 registers; P^T is the stationary opera
 head_dim rows past it, where P V would fill half of a 256-wide MXU.
 
 In VMEM: K of one head (or ``memory_kv`` keys of it), V^T beside it, one block of Q and O; O^T, m, l in
-float32; the logits of one block of keys; of a bias, the part between these queries and keys. V is transposed once a head, in the kernel, when all of it is there;
-when keys stream in pieces, V^T comes from outside, since each block of queries meets each piece anew.
+float32; the logits of one block of keys; of a bias, the part between these queries and keys. V is transposed
+once a head, in the kernel, when all of it is there; when keys stream in pieces, V^T comes from outside: each
+block of queries meets each piece anew.
 
-Runs are software-pipelined by hand: logits of the next block of keys are issued beside softmax and P V of this
-one. The last block of a run and the border after it are one straight line of code, logits some pieces ahead.
+Runs are software-pipelined by hand: logits of the next block of keys are issued beside softmax and P V of
+this one. The last block of a run and the border after it are one line of code, logits some pieces ahead.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import schedule, scores
 from pallas_kernels.flash_attention.blocks import LANES, ForwardBlocks
-from pallas_kernels.flash_attention.spec import AttentionSpec, Operands
+from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
 
 # Finite, so that a difference of two masked values is no NaN; no true logit is below it.
@@ -83,7 +84,7 @@ class _Pass:
     lse: Any  # (1, 1, block_q)
     acc: Any  # (D or D + ONES, block_q) float32: O^T, and l below it
     m: Any  # (8, block_q) float32: the running maximum, eight times
-    l: Any  # (8, block_q) float32: eight partial sums, added up at the end
+    total: Any  # (8, block_q) float32: eight partial sums l, added up at the end
     s: Any  # (block_kv, block_q) float32: logits one block of keys ahead
     blocks: ForwardBlocks
     spec: AttentionSpec
@@ -101,8 +102,8 @@ class _Pass:
             slope = self.extra.alibi_slopes[self.head]
             s = s + scores.alibi(slope, place, cols.start, s.shape, self.linear_alibi)
         if self.extra.bias is not None:
-            bias = self.extra.bias[0, 0, cols, pl.ds(key, n)]
-            s = s + bias.astype(jnp.float32).T * scores.LOG2E
+            bias = self.extra.bias[0, 0, cols, pl.ds(key, n)].astype(jnp.float32)
+            s = s + jnp.maximum(bias, MASKED).T * scores.LOG2E  # of -inf, the softmax would make NaN
         return s
 
     @property
@@ -123,7 +124,7 @@ class _Pass:
         p = jnp.exp2(s - m[:1])
         if not self.blocks.mxu_row_sums:
             total = jnp.sum(p.reshape(n // 8, 8, width), axis=0)
-            self.l[:, cols] = total if first else alpha * self.l[:, cols] + total
+            self.total[:, cols] = total if first else alpha * self.total[:, cols] + total
         pv = dot(self.vt[:, pl.ds(key, n)], p.astype(self.vt.dtype), NN)
         self.acc[:, cols] = pv if first else alpha[:1] * self.acc[:, cols] + pv
 
@@ -149,7 +150,7 @@ class _Pass:
     def start(self) -> None:
         self.acc[...] = jnp.zeros_like(self.acc)
         self.m[...] = jnp.full_like(self.m, MASKED)
-        self.l[...] = jnp.zeros_like(self.l)
+        self.total[...] = jnp.zeros_like(self.total)
 
     def finish(self) -> None:
         width = self.blocks.border
@@ -158,7 +159,7 @@ class _Pass:
             if self.blocks.mxu_row_sums:
                 total = self.acc[self.value_dim : self.value_dim + 1, cols]
             else:
-                total = jnp.sum(self.l[:, cols], axis=0, keepdims=True)
+                total = jnp.sum(self.total[:, cols], axis=0, keepdims=True)
             m, left_out = self.m[:1, cols], 0.0
             if self.extra.alibi_slopes is not None and self.linear_alibi:
                 left_out = scores.alibi_of_queries(self.extra.alibi_slopes[self.head], at, width)
@@ -178,13 +179,12 @@ class _Pass:
 
 
 def _border_pieces(
-    p: _Pass, border: schedule.Border, start: Any, fresh: bool
+    p: _Pass, border: schedule.Border, start: Any, fresh: bool, shared: bool
 ) -> list[tuple[Callable[[], Array], Callable[[Array], None]]]:
     """(issue logits, accumulate them) for each rectangle of the border, whose first key is ``start``."""
     sub = p.blocks.border
     # Where the mask asks for differences only, they are known now.
     row, base = (p.row, start) if border.shift is None else (0, border.shift)
-    segments = p.extra.q_segment_ids is not None
     touched: set[int] = set()
     pieces = []
     for q0, q1, first, last in schedule.rectangles(border, sub, p.blocks.border_kv, p.blocks.tile_q):
@@ -194,9 +194,7 @@ def _border_pieces(
         def issue(cols: slice = cols, at: Any = at, first: int = first, last: int = last) -> Array:
             s = p.logits(cols, at, (last - first) * sub)
             # Merged strips are alike; where the mask cuts differs only between sub-columns.
-            cut = [
-                segments or border.states[c][cols.start // sub] != schedule.FULL for c in range(first, last)
-            ]
+            cut = [shared or border.states[c][cols.start // sub] != schedule.FULL for c in range(first, last)]
             parts, c = [], 0
             while c < len(cut):
                 stop = next((n for n in range(c, len(cut)) if cut[n] != cut[c]), len(cut))
@@ -269,7 +267,7 @@ def _step(p: _Pass, kind: schedule.Kind, met: int, read: Callable[[str], Any]) -
             for cols in tiles[::-1]
         ]
     if kind.border is not None:
-        pieces += _border_pieces(p, kind.border, read("border_start"), fresh)
+        pieces += _border_pieces(p, kind.border, read("border_start"), fresh, kind.shared)
 
     issued = [issue() for issue, _ in pieces[: b.ahead]]
     for n, (_, accumulate) in enumerate(pieces):
@@ -318,10 +316,24 @@ def _steps(
     of_step = [(step.kind, n) for step, (_, n) in zip(steps, met)]
     batched = {}
     if operands.q_segment_ids is not None:
-        # Which kind a step is of depends on its batch: each may have a run, or none.
-        of_step = [(dataclasses.replace(kind, masked=kind.run or kind.masked), n) for kind, n in of_step]
-        without = [(dataclasses.replace(kind, run=False), n) for kind, n in of_step]
-        kinds = tuple(dict.fromkeys(of_step + without))
+        # Which kind a step is of depends on its batch: with a run or without, and if without perhaps shared.
+        variants = []
+        for run, shared in ((True, False), (False, False), (False, True)):
+            variants.append(
+                [
+                    (
+                        dataclasses.replace(
+                            kind,
+                            masked=kind.run or kind.masked,
+                            run=kind.run and run,
+                            shared=kind.border is not None and shared,
+                        ),
+                        n,
+                    )
+                    for kind, n in of_step
+                ]
+            )
+        kinds = tuple(dict.fromkeys(itertools.chain(*variants)))
         batched = schedule.narrow(
             steps,
             tiling.tile,
@@ -329,14 +341,15 @@ def _steps(
                 operands.q_segment_ids, operands.kv_segment_ids, tiling.row_block, tiling.tile
             ),
         )
-        index = np.array([[kinds.index(kind) for kind in column] for column in (of_step, without)])
-        batched["kind"] = jnp.where(batched["tiles"] > 0, index[0], index[1])
+        with_run, without, shared = np.array([[kinds.index(kind) for kind in column] for column in variants])
+        plain = jnp.where(batched["tiles"] > 0, with_run, without)
+        batched["kind"] = jnp.where(batched.pop("shared"), shared, plain)
     else:
         kinds = tuple(dict.fromkeys(of_step))
     columns = {
         "row": [s.row for s in steps],
         "memory": [s.memory for s in steps],
-        "kind": [kinds.index(kind) for kind in of_step],
+        "kind": [kinds.index(kind) if kind in kinds else None for kind in of_step],
         "start": [s.start for s in steps],
         "tiles": [s.tiles for s in steps],
         "masked_start": [s.masked_start for s in steps],
@@ -351,7 +364,7 @@ def forward(
     q: Float[Array, "h m d"],
     k: Float[Array, "g n d"],
     v: Float[Array, "g n e"],
-    operands: Operands = Operands(),
+    operands: Operands = NO_OPERANDS,
     *,
     batch: int,
     spec: AttentionSpec,

@@ -79,7 +79,8 @@ def _bias_gradient(
             seen = seen & (rows[:, None] < operands.q_lens[:, None, None, None])
         if operands.kv_lens is not None:
             seen = seen & (columns < operands.kv_lens[:, None, None, None])
-        # Where a query sees nothing its lse is -inf, and the difference is never used.
+        # A query that sees nothing, be it that the bias hides all, has an lse of -inf.
+        seen = seen & (cut(lse)[..., None] > -jnp.inf)
         p = jnp.where(seen, jnp.exp(s - cut(lse)[..., None]), 0.0)
         dp = jnp.einsum("bkgqe,bkne->bkgqn", grouped(cut(do)), v).reshape(s.shape)
         ds = p * (dp - cut(delta)[..., None])

@@ -1,6 +1,6 @@
 """Attention written for reading: the definition that the kernels are tested against.
 
-    s = softcap(scale * q k^T) - slope * |q - kv| + bias      where the mask shows the pair
+    s = softcap(scale * q k^T) - slope * |q - kv| + bias      where mask and bias show the pair
     lse = log(exp(sink) + sum_kv exp(s))       natural logarithm, -inf for a row that sees nothing
     o = sum_kv exp(s - lse) v      zero for a row that sees nothing
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pallas_kernels.flash_attention.spec import AttentionSpec, Operands
+from pallas_kernels.flash_attention.spec import HIDDEN, NO_OPERANDS, AttentionSpec, Operands
 
 
 def attention_reference(
-    q: Any, k: Any, v: Any, operands: Operands = Operands(), *, spec: AttentionSpec, xp: Any
+    q: Any, k: Any, v: Any, operands: Operands = NO_OPERANDS, *, spec: AttentionSpec, xp: Any
 ) -> tuple[Any, Any]:
     """Softmax attention by its definition, in O(q_len * kv_len) memory and the type of its inputs.
 
@@ -54,9 +54,11 @@ def attention_reference(
     if operands.alibi_slopes is not None:
         distance = xp.abs(rows + spec.query_offset - columns)
         s = s - per_head(operands.alibi_slopes[:, None, None] * distance)
-    if operands.bias is not None:
-        s = s + per_head(operands.bias)
     seen = spec.mask.visible(rows, columns)
+    if operands.bias is not None:
+        bias = per_head(operands.bias)
+        s = s + bias
+        seen = seen & (bias > HIDDEN)
     if operands.q_segment_ids is not None:
         same = operands.q_segment_ids[:, :, None] == operands.kv_segment_ids[:, None, :]
         seen = seen & same[:, None, None]

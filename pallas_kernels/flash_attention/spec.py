@@ -31,14 +31,19 @@ class AttentionSpec:
     block_sizes: BlockSizes | None = None
 
 
+HIDDEN = -5e29  # no true logit is near it
+
+
 class Operands(NamedTuple):
     """Optional tensors of an attention, beside q, k and v.
 
     Attributes:
-        q_segment_ids: ``[batch, q_len]`` int32; not negative; a query sees keys of its own segment only. Ids that do not
-            decrease along the sequence let whole tiles be skipped; others cost time, not exactness.
-        kv_segment_ids: ``[batch, kv_len]`` int32, likewise not negative; given if and only if the queries' are.
-        bias: ``[1 or batch, 1 or heads, q_len, kv_len]``, added to the logits.
+        q_segment_ids: ``[batch, q_len]`` int32, not negative; a query sees keys of its own segment only.
+            Ids that do not decrease along the sequence let whole tiles be skipped; others cost time, not
+            exactness.
+        kv_segment_ids: ``[batch, kv_len]`` int32, likewise; given if and only if the queries' are.
+        bias: ``[1 or batch, 1 or heads, q_len, kv_len]``, added to the logits. At or below ``HIDDEN``, -inf
+            included, it hides the pair.
         alibi_slopes: ``[heads]`` float32; ``-slope * |query_offset + q - kv|`` is added to the logits (Press
             et al., arXiv:2108.12409).
         sinks: ``[heads]`` float32; the logit of one more key of each head, whose value is zero.
@@ -53,3 +58,6 @@ class Operands(NamedTuple):
     sinks: Float[Array, " h"] | None = None
     q_lens: Int[Array, " b"] | None = None
     kv_lens: Int[Array, " b"] | None = None
+
+
+NO_OPERANDS = Operands()

@@ -173,7 +173,7 @@ def test_all_frozen_needs_no_graph(device):
 
 
 def test_lse_that_is_not_asked_for_is_not_differentiated(monkeypatch, first_device):
-    from xla_attention.ops import flash
+    from xla_attention.ops import flash_ops as flash
 
     seen, kernel = [], flash._kernel_backward
     monkeypatch.setattr(flash, "_kernel_backward", lambda *a, **k: seen.append(a[6]) or kernel(*a, **k))

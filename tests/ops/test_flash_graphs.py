@@ -7,8 +7,10 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
+from pallas_kernels.flash_attention import AttentionSpec, Operands
 from xla_attention import flash_attention
-from xla_attention.ops import flash
+from xla_attention.bridge import intern_static
+from xla_attention.ops import flash_ops
 
 
 def inputs(device, q_len=24, kv_len=24, seed=0):
@@ -43,12 +45,12 @@ def compiles():
 def test_calls_reuse_one_computation(first_device):
     q, k, v = inputs(first_device)
     flash_attention(q, k, v, scale=0.123)
-    before = len(flash._kernel_forward._computations)
+    before = len(flash_ops._kernel_forward._computations)
     for _ in range(1000):
         flash_attention(q, k, v, scale=0.123)
-    assert len(flash._kernel_forward._computations) == before
+    assert len(flash_ops._kernel_forward._computations) == before
     flash_attention(q, k, v, scale=0.124)
-    assert len(flash._kernel_forward._computations) == before + 1
+    assert len(flash_ops._kernel_forward._computations) == before + 1
 
 
 def test_training_steps_compile_once_and_equal_eager_torch(first_device):
@@ -124,12 +126,19 @@ def test_torch_compile_in_eager_torch(first_device, fresh_dynamo):
 
 def test_operators_satisfy_torchs_own_checks(first_device):
     q, k, v = inputs(first_device)
-    spec = flash.intern_static(flash.AttentionSpec(scale=0.2))
+    spec = intern_static(AttentionSpec(scale=0.2))
+    bias = torch.zeros(1, 4, 24, 24, device=first_device, requires_grad=True)
+    sinks = torch.zeros(4, device=first_device, requires_grad=True)
+    operands = Operands(bias=bias, sinks=sinks)
     checks = ("test_schema", "test_faketensor")  # the others do not know XLA devices
-    torch.library.opcheck(flash._forward, (q, k, v, spec, True), test_utils=checks)
+    torch.library.opcheck(flash_ops.forward, (q, k, v, *operands, spec, True), test_utils=checks)
     frozen = [x.detach() for x in (q, k, v)]
-    o, lse = flash._forward(*frozen, spec, True)
-    torch.library.opcheck(flash._backward, (*frozen, o, lse, o, None, spec), test_utils=checks)
+    operands = Operands(bias=bias.detach(), sinks=sinks.detach())
+    o, lse = flash_ops.forward(*frozen, *operands, spec, True)
+    args = (*frozen, o, lse, o, None, *operands, spec)
+    torch.library.opcheck(flash_ops.backward, args, test_utils=checks)
+    for wanted in ((True, True), (False, True)):
+        torch.library.opcheck(flash_ops.operand_backward, (*args, *wanted), test_utils=checks)
 
 
 def test_inside_scanned_layers(first_device):

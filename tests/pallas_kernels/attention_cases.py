@@ -32,6 +32,7 @@ class Case:
     shape: tuple[int, int, int, int, int, int]
     mask: Mask = Full()
     softcap: float | None = None
+    query_offset: int = 0
     block_sizes: BlockSizes | None = None
     dtype: str = "float32"
     scale: float | None = None
@@ -44,7 +45,7 @@ class Case:
     @property
     def spec(self):
         scale = self.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return AttentionSpec(scale, self.mask, self.softcap, self.block_sizes)
+        return AttentionSpec(scale, self.mask, self.softcap, self.query_offset, self.block_sizes)
 
     def inputs(self, seed=0):
         """q, k, v, do and dlse, normal."""

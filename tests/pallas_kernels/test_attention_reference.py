@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import Case, definition, relative
 from jax.experimental import enable_x64
+from operand_cases import FLOATING, by_definition, in_torch, make
 
 from pallas_kernels.flash_attention import attention_reference
 from pallas_kernels.masks import Causal, Full, KeyLength
@@ -49,6 +50,59 @@ def test_equals_torch(case):
     want = by_torch(case, *(torch.from_numpy(x) for x in inputs))
     for got, wanted in zip(definition(case, *inputs), want):
         assert relative(got, wanted) < EXACT
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"segments"},
+        {"bias"},
+        {"alibi"},
+        {"sinks"},
+        {"q_lens", "kv_lens"},
+        {"shuffled segments", "bias", "alibi", "sinks"},
+    ],
+    ids=lambda wanted: " ".join(sorted(wanted)),
+)
+def test_operands_equal_torch(wanted):
+    """Against torch's attention with everything in its additive mask, and a sink as a key of zeros."""
+    case = Case((2, 4, 2, 12, 15, 16), Causal(3), query_offset=3, scale=0.3)
+    operands = make(case, wanted)
+    q, k, v, do, dlse = (torch.tensor(np.asarray(x, np.float64)) for x in case.inputs())
+    given = in_torch(operands)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    rows, columns = torch.arange(12)[:, None], torch.arange(15)
+    shown = case.mask.visible(rows, columns).expand(2, 4, 12, 15)
+    added = torch.zeros(2, 4, 12, 15, dtype=torch.float64)
+    if "bias" in given:
+        added = added + given["bias"]
+    if "alibi_slopes" in given:
+        added = added - given["alibi_slopes"][:, None, None] * (rows + 3 - columns).abs()
+    if "q_segment_ids" in given:
+        same = given["q_segment_ids"][:, :, None] == given["kv_segment_ids"][:, None, :]
+        shown = shown & same[:, None]
+    if "q_lens" in given:
+        shown = shown & (rows < given["q_lens"][:, None, None, None])
+        shown = shown & (columns < given["kv_lens"][:, None, None, None])
+    # torch has no gradients for rows that see nothing: they see all, and count for nothing.
+    counts = shown.any(-1) | ("sinks" in given)
+    added = added.masked_fill(~shown & counts[..., None], -torch.inf)
+    keys, values = k, v
+    if "sinks" in given:
+        keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        added = torch.cat([added, given["sinks"][:, None, None].expand(2, 4, 12, 1)], dim=-1)
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q, keys, values, attn_mask=added, scale=0.3, enable_gqa=True
+    )
+    lse = (0.3 * q @ keys.repeat_interleave(2, dim=1).mT + added).logsumexp(-1)
+    ((o * do)[counts].sum() + (lse * dlse)[counts].sum()).backward()
+    o, lse = torch.where(counts[..., None], o, 0), torch.where(counts, lse, -torch.inf)
+    want = [x.detach().numpy() for x in (o, lse, q.grad, k.grad, v.grad)]
+    want += [given[name].grad.numpy() if name in given else None for name in FLOATING]
+    for got, wanted_ in zip(by_definition(case, *case.inputs(), operands), want, strict=True):
+        assert (got is None) == (wanted_ is None)
+        assert got is None or relative(got, wanted_) < EXACT
 
 
 @pytest.mark.parametrize("xp", [np, jnp, torch], ids=lambda xp: xp.__name__)

@@ -4,12 +4,14 @@ import itertools
 
 import pytest
 from attention_cases import LIMITS, Case, check
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import schedule
 from pallas_kernels.flash_attention import BackwardBlocks, BlockSizes, ForwardBlocks
 from pallas_kernels.flash_attention.blocks import choose_backward, choose_forward
 from pallas_kernels.hardware import GENERATIONS
-from pallas_kernels.masks import Causal, Full, SlidingWindow
+from pallas_kernels.masks import And, Causal, Chunked, Full, KeyLength, Or, SlidingWindow
 
 WINDOW = SlidingWindow(199)
 
@@ -118,13 +120,15 @@ def test_blocks_of_dq(block_kv, memory_q, transposed):
     check(Case((1, 2, 1, 600, 380, 80), Causal(), softcap=2.0, block_sizes=blocks, with_dlse=True))
 
 
+QUICK = [("v4", "bfloat16"), ("v5e", "float32"), ("v6e", "bfloat16")]
+REST = sorted(set(itertools.product(GENERATIONS, LIMITS)) - set(QUICK))
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("v4", "bfloat16"),
-        ("v5e", "float32"),
-        ("v6e", "bfloat16"),
-        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in itertools.product(GENERATIONS, LIMITS)),
+        *QUICK,
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in REST),
     ],
 )
 def test_choices_for_tpu(name, dtype):
@@ -136,3 +140,55 @@ def test_choices_for_tpu(name, dtype):
         choose_backward(q_len, kv_len, dim, dim, 2, itemsize, hardware),
     )
     check(Case((1, 2, 1, q_len, kv_len, dim), Causal(), block_sizes=blocks, dtype=dtype, with_dlse=True))
+
+
+@st.composite
+def any_case(draw):
+    """Blocks of every proportion that a tiling allows, over lengths and masks that fit none of them."""
+    several, flag = st.integers(1, 3), st.booleans()
+    sub = draw(st.sampled_from([128, 256]))
+    block_q, block_kv = sub * draw(several), sub * draw(several)
+    f = ForwardBlocks(
+        block_q=block_q,
+        tile_q=draw(st.sampled_from([n for n in (128, 256, 384, 512) if block_q % n == 0])),
+        block_kv=block_kv,
+        memory_kv=draw(st.sampled_from([None, block_kv, 2 * block_kv])),
+        unroll=draw(several),
+        border=sub,
+        border_kv=sub * draw(several),
+        ahead=draw(st.integers(0, 4)),
+        mxu_row_sums=draw(flag),
+    )
+    block_q, block_kv = sub * draw(several), sub * draw(several)
+    memory_q = block_q * draw(several)
+    b = BackwardBlocks(
+        block_kv=block_kv,
+        block_q=block_q,
+        memory_q=memory_q,
+        chunk_q=draw(st.sampled_from([None, memory_q, 2 * memory_q])),
+        tile_kv=draw(st.sampled_from([n for n in (128, 256, 384, 512) if block_kv % n == 0])),
+        tile_q=draw(st.sampled_from([n for n in (128, 256, 384, 512) if block_q % n == 0])),
+        border=sub,
+        ahead=draw(st.integers(0, 4)),
+        transposed=draw(flag),
+    )
+    length, offset = st.integers(1, 900), st.integers(-600, 600)
+    simple = st.one_of(
+        st.just(Full()),
+        st.builds(Causal, offset),
+        st.builds(SlidingWindow, st.integers(0, 300), st.integers(0, 300), offset),
+        st.builds(Chunked, st.integers(50, 400)),
+        st.builds(KeyLength, length),
+    )
+    mask = draw(st.one_of(simple, st.builds(And, simple, simple), st.builds(Or, simple, simple)))
+    heads = draw(st.sampled_from([(1, 1), (2, 1), (3, 3)]))
+    shape = (1, *heads, draw(length), draw(length), 16)
+    # With a gradient of lse no gradient vanishes where queries see one key.
+    return Case(shape, mask, block_sizes=BlockSizes(f, b), with_dlse=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(any_case())
+def test_any_blocks(case):
+    check(case)

@@ -214,7 +214,7 @@ FEW_TILINGS = st.sampled_from(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(masks, FEW_TILINGS, st.booleans(), st.integers(1, 2), st.data())
 def test_narrowed_steps_compute_each_pair_of_a_segment_once(mask, t, rows_are_queries, repeats, data):
     """Runs hold no pair of two segments; tiles under the mask, and borders, are masked by segment too."""

@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as xla_metrics
 from small import LLAMA, QUIET, config, losses, settings
 
 import xla_attention.training.checkpoint as checkpoint_module
 from xla_attention.training.checkpoint import CheckpointError, CheckpointFolder
 from xla_attention.training.config import ConfigError
-from xla_attention.training.loop import train
-from xla_attention.training.optimizer import named_state
+from xla_attention.training.loop import train, train_step
+from xla_attention.training.metrics import DivergedError
+from xla_attention.training.optimizer import named_state, set_learning_rate
 from xla_attention.training.run import prepare
+from xla_attention.training.state import random_state, seed_random, set_random_state
 
 
 def names(out_dir):
@@ -72,6 +77,36 @@ def test_everything_comes_back(tmp_path):
     here, there = (named_state(r.state.model, r.state.optimizer) for r in (back, run))
     assert here.keys() == there.keys() and all(torch.equal(here[k].cpu(), there[k].cpu()) for k in here)
     assert saved.name == "step-00000007"
+
+
+def test_a_resumed_run_runs_the_program_that_the_first_one_compiled(tmp_path):
+    train(config(tmp_path, steps=3), QUIET)
+    compiled = xla_metrics.metric_data("CompileTime")[0]
+    run = prepare(config(tmp_path), QUIET)
+    prepared = xla_metrics.metric_data("CompileTime")[0]
+    assert prepared <= compiled + 1  # at most the copying of the state
+    set_learning_rate(run.state.optimizer, 1e-3)
+    train_step(run)
+    assert xla_metrics.metric_data("CompileTime")[0] == prepared
+
+
+def test_random_generators_come_back():
+    device = torch_xla.device()
+    for seed in (0, 2**63 - 1, 2**64 - 1):  # torch_xla's state is an unsigned 64-bit integer
+        seed_random(5, device)
+        xm.set_rng_state(seed, str(device))
+        saved, expected = random_state(device), torch.rand(3, device=device).cpu()
+        seed_random(6, device)
+        set_random_state(saved, device)
+        torch.testing.assert_close(torch.rand(3, device=device).cpu(), expected, atol=0, rtol=0)
+
+
+def test_a_diverged_run_stops_before_it_overwrites_good_checkpoints(tmp_path):
+    """A learning rate of 1e30 makes the second step's loss infinite or not a number."""
+    diverging = {"device": "eager", "optimizer": {"lr": 1e30, "max_grad_norm": None}}
+    with pytest.raises(DivergedError, match=r"step \d: loss .*lower optimizer\.lr"):
+        train(config(tmp_path, **diverging, checkpoint={"interval": 4, "keep_last": 1}), QUIET)
+    assert names(tmp_path) == []
 
 
 def test_only_the_last_are_kept(tmp_path):

@@ -47,6 +47,11 @@ def test_all_mistakes_are_listed_at_once(file):
     assert "seq_len" in str(error.value) and "nonsense" in str(error.value)
 
 
+def test_evaluation_needs_held_out_data(file):
+    with pytest.raises(ConfigError, match=r"eval\.interval needs held-out data"):
+        load_config(file, ["data.held_out=0", "eval.interval=5"])
+
+
 def test_a_missing_key_is_named(tmp_path):
     path = tmp_path / "train.yaml"
     path.write_text("steps: 3")

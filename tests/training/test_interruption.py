@@ -21,7 +21,7 @@ def start(config, **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "COLUMNS": "500", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "COLUMNS": "500", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
         **options,
     )
 

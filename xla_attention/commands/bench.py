@@ -1,8 +1,12 @@
 """`xla-attention bench`."""
 
-from typing import Annotated
+import os
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 bench_app = typer.Typer(no_args_is_help=True)
 
@@ -34,3 +38,116 @@ def bench_bridge(
     console = Console()
     console.print(f"{device}; q, k and v {shape} {str(DTYPE).removeprefix('torch.')}")
     console.print(table)
+
+
+@bench_app.command("accuracy")
+def bench_accuracy(
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases only.")] = False,
+) -> None:
+    """Print the errors of flash attention against float64, beside those of scaled_dot_product_attention.
+
+    Exits with status 1 when one is over its limit.
+    """
+    from xla_attention.benchmarks.accuracy import report
+
+    if not report(quick=quick):
+        raise typer.Exit(1)
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    topology: Annotated[
+        list[str], typer.Option(help="TPU slice, such as v5e:2x2 or v5p-8; may be given several times.")
+    ],
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
+    seq_len: Annotated[int, typer.Option(help="Queries and keys of one sequence.")] = 4096,
+    head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    mask: Annotated[str, typer.Option(help="causal, full, or window:N for N keys.")] = "causal",
+    passes: Annotated[str, typer.Option("--pass", help="forward, backward, or both.")] = "forward,backward",
+) -> None:
+    """Compare our kernels with JAX's flash and splash attention by the TPU compiler's schedules.
+
+    Compiles for chips that need not be here. Each kernel is compiled once and its count kept.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run: JAX need not look for a TPU
+
+    from xla_attention.benchmarks.kernels import kernels_table, measure_kernels
+    from xla_attention.planner.attention_case import AttentionCase, parse_mask
+    from xla_attention.planner.topology import parse_topology
+
+    slices = [parse_topology(name) for name in topology]
+    cases = [
+        AttentionCase(batch, heads, kv_heads, seq_len, head_dim, dtype, parse_mask(mask), direction)
+        for direction in passes.split(",")
+    ]
+    console = _wide_console()
+    failed = False
+    for slice_ in slices:
+        for case in cases:
+            with console.status("") as status:
+                rows = measure_kernels(case, slice_, status.update)
+            console.print(kernels_table(case, slice_, rows))
+            if rows[0].error:
+                typer.secho(f"error: {rows[0].error}", fg="red", err=True)
+                failed = True
+    if failed:
+        raise typer.Exit(1)
+
+
+@bench_app.command("memory")
+def bench_memory(
+    topology: Annotated[
+        list[str], typer.Option(help="TPU slice, such as v5e:2x2 or v5p-8; may be given several times.")
+    ],
+    seq_len: Annotated[
+        list[int] | None,
+        typer.Option(help="A length; may be given several times.  [default: 8k, 32k and 128k]"),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    mask: Annotated[str, typer.Option(help="causal, full, or window:N for N keys.")] = "causal",
+) -> None:
+    """Print the device memory of our kernels, compiled for a TPU, as the sequence grows.
+
+    Exits with status 1 when one does not compile.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    from xla_attention.benchmarks.memory import measure_memory, memory_table
+    from xla_attention.planner.attention_case import AttentionCase, parse_mask
+    from xla_attention.planner.topology import parse_topology
+
+    slices = [parse_topology(name) for name in topology]
+    cases = [
+        AttentionCase(batch, heads, kv_heads, length, head_dim, dtype, parse_mask(mask), direction)
+        for direction in ("forward", "backward")
+        for length in seq_len or (8192, 32768, 131072)
+    ]
+    console = _wide_console()
+    failed = False
+    for slice_ in slices:
+        with console.status("") as status:
+            rows = measure_memory(cases, slice_, status.update)
+        console.print(memory_table(rows, slice_))
+        for row in rows:
+            if row.error:
+                typer.secho(
+                    f"error: {row.case.direction}, {row.case.seq_len}: {row.error}", fg="red", err=True
+                )
+                failed = True
+    if failed:
+        raise typer.Exit(1)
+
+
+def _wide_console() -> "Console":
+    """The console; wide enough for a table where the output is no terminal, whose width is not known."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 180))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 
 from xla_attention.bridge import lower
+from xla_attention.planner.cycles import KernelCycles, count_cycles, counter_version
 from xla_attention.planner.topology import Topology
 
 _ENVIRONMENT = {
@@ -40,6 +42,7 @@ class Compiled:
         output_bytes: device memory of the results.
         temp_bytes: device memory of what is between, kernels' VMEM not counted.
         cached: whether an earlier compilation of the same module gave this.
+        kernels: static cycles of each Mosaic kernel, where they were asked for.
     """
 
     seconds: float
@@ -47,6 +50,7 @@ class Compiled:
     output_bytes: int
     temp_bytes: int
     cached: bool
+    kernels: tuple[KernelCycles, ...] = ()
 
 
 def compile_for_tpu(
@@ -55,11 +59,12 @@ def compile_for_tpu(
     topology: Topology,
     *,
     dump_to: Path | None = None,
+    cycles: bool = False,
 ) -> Compiled:
     """Compiles ``fn`` for one chip of ``topology``, in a process of its own.
 
-    Results are kept by content in ``cache_folder()``: the lowered module, libtpu's version and flags, and the
-    topology.
+    Results, refusals among them, are kept by content in ``cache_folder()``: the lowered module, libtpu's
+    version and flags, and the topology.
 
     Args:
         fn: a JAX function of arrays alone.
@@ -67,24 +72,42 @@ def compile_for_tpu(
         topology: whose chip to compile for.
         dump_to: a folder for the compiler's text dumps, optimized HLO and each kernel's VLIW bundles; made if
             it is missing. Compiles even if the result is cached.
+        cycles: count the static cycles of the kernels. The dumps that this needs, some 100 MB, are in a
+            temporary folder unless ``dump_to`` is given.
 
     Raises:
         CompileError: the compiler refused, or died.
     """
     module = lower(fn, avals, "tpu").mlir_module_serialized
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    entry = cache_folder() / "compile" / f"{_key(module, metadata.version('libtpu'), topology, flags)}.json"
+    entry = cache_folder() / "compile" / f"{_key(module, libtpu_version(), topology, flags)}.json"
     if dump_to is None and entry.exists():
-        return Compiled(**json.loads(entry.read_text()), cached=True)
+        answer = json.loads(entry.read_text())
+        if not cycles or "error" in answer or answer.get("counted") == counter_version():
+            return _compiled(answer, topology, cached=True)
     if dump_to is not None:
         dump_to.mkdir(parents=True, exist_ok=True)
-        flags += f" --xla_jf_dump_to={dump_to} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+    with nullcontext(dump_to) if dump_to or not cycles else tempfile.TemporaryDirectory() as folder:
+        if folder is not None:
+            flags += f" --xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+        answer = _run_worker(module, topology, flags)
+        if cycles and "error" not in answer:
+            answer["kernels"] = [
+                dataclasses.asdict(kernel) for kernel in count_cycles(Path(folder), topology.hardware)
+            ]
+            answer["counted"] = counter_version()
+    write_atomically(entry, json.dumps(answer))
+    return _compiled(answer, topology, cached=False)
 
-    answer = _run_worker(module, topology, flags)
-    if "error" in answer:
-        raise CompileError(f"compilation for {topology} failed: {answer['error']}")
-    _write_atomically(entry, json.dumps(answer))
-    return Compiled(**answer, cached=False)
+
+def libtpu_version() -> str:
+    """The version of the libtpu that compiles: that of ``$TPU_LIBRARY_PATH``, else the installed one."""
+    library = os.environ.get("TPU_LIBRARY_PATH")
+    if not library:
+        return metadata.version("libtpu")
+    packages = str(Path(library).resolve().parents[1])
+    found = next(iter(metadata.distributions(name="libtpu", path=[packages])), None)
+    return found.version if found else f"at {library}, {Path(library).stat().st_size} bytes"
 
 
 def cache_folder() -> Path:
@@ -110,11 +133,20 @@ def _run_worker(module: bytes, topology: Topology, flags: str) -> dict[str, Any]
     return json.loads(process.stdout.splitlines()[-1])
 
 
+def _compiled(answer: dict[str, Any], topology: Topology, *, cached: bool) -> Compiled:
+    if "error" in answer:
+        raise CompileError(f"compilation for {topology} failed: {answer['error']}")
+    fields = {name: answer[name] for name in ("seconds", "argument_bytes", "output_bytes", "temp_bytes")}
+    kernels = tuple(KernelCycles.from_json(kernel) for kernel in answer.get("kernels", ()))
+    return Compiled(**fields, cached=cached, kernels=kernels)
+
+
 def _key(module: bytes, *rest: object) -> str:
     return hashlib.sha256(module + repr([str(x) for x in rest]).encode()).hexdigest()[:32]
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that appears whole or not at all; its folder is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         file.write(text)

@@ -17,7 +17,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +25,7 @@ from xla_attention.models import load_model_config, save_model
 from xla_attention.models.config import ModelConfig
 from xla_attention.text import Tokenizer
 from xla_attention.training.config import ConfigError, TrainConfig, load_config, save_config
-from xla_attention.training.optimizer import named_state
+from xla_attention.training.optimizer import copy_to_device, named_state
 from xla_attention.training.state import TrainState, random_state, set_random_state
 
 PREFIX = "step-"
@@ -100,9 +99,8 @@ class CheckpointFolder:
                 f"{checkpoint}: saved by another optimizer or model ({example} is in only one of them); "
                 "set optimizer.name as it was, or train into another out_dir"
             )
-        with torch.no_grad():
-            for name, tensor in here.items():
-                tensor.copy_(saved[name])
+        for name, tensor in here.items():
+            copy_to_device(tensor, saved[name])
         set_random_state(random, state.device)
         progress = read_progress(checkpoint)
         state.step, state.position = progress["step"], progress["position"]

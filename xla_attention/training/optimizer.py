@@ -56,10 +56,17 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Copies a learning rate to the device."""
-    lr = optimizer.param_groups[0]["lr"]  # one tensor, shared by all groups
-    # Sent as a vector: torch_xla writes a scalar that is 0 or 1 into the program, and merges one with
-    # constants equal to it, so that some rates would compile the step anew.
-    lr.copy_(torch.tensor([value]).to(lr.device).squeeze())
+    copy_to_device(optimizer.param_groups[0]["lr"], torch.tensor(value))  # one tensor, shared by all groups
+
+
+@torch.no_grad()
+def copy_to_device(there: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a tensor from the host into one of the same shape, without compiling its users anew.
+
+    A scalar is sent as a vector: torch_xla writes scalars that are 0 or 1 into the program, and merges equal
+    ones, so that the program would depend on the values.
+    """
+    there.copy_(value.reshape(-1).to(there.device).reshape(there.shape))
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

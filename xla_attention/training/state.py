@@ -51,4 +51,4 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
     if device.type == "xla" and "device" in state:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(int(state["device"]), str(device))
+        xm.set_rng_state(state["device"].numpy().item(), str(device))  # Tensor.item() ends at 2**63

@@ -1,6 +1,18 @@
 """Static cycles of compiled kernels: the compiler's VLIW schedule, executed."""
 
+import functools
+import hashlib
+from pathlib import Path
+
+from pallas_kernels.hardware import GENERATIONS
 from xla_attention.planner.cycles.dump import count_cycles
 from xla_attention.planner.cycles.report import HotSegment, KernelCycles
 
-__all__ = ["HotSegment", "KernelCycles", "count_cycles"]
+__all__ = ["HotSegment", "KernelCycles", "count_cycles", "counter_version"]
+
+
+@functools.cache
+def counter_version() -> str:
+    """A digest of the code and of the facts that counts depend on; those kept from others are made anew."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join([*sources, repr(GENERATIONS).encode()])).hexdigest()[:16]

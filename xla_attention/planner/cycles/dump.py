@@ -4,7 +4,7 @@ The folder is filled by compiling with
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
 
-libtpu shortens long names differently in each file name; what belongs together begins with the same time stamp.
+libtpu shortens long names differently in each file name; what belongs together begins with the same stamp.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from xla_attention.planner.cycles.parse import parse_bundles, parse_utilization
 from xla_attention.planner.cycles.report import KernelCycles, count
 
 _HEADING = "*-schedule-analysis_packed-bundles-post-ra.txt"
-_KERNEL = re.compile(r"%([\w.\-]+) = .*custom_call_target=\"tpu_custom_call\".*?(?:op_name=\"([^\"]*)\"|$)", re.M)
+_KERNEL = re.compile(
+    r"%([\w.\-]+) = .*custom_call_target=\"tpu_custom_call\".*?(?:op_name=\"([^\"]*)\"|$)", re.M
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Finds, in an optimized HLO module, how often each kernel runs and what its integer operands hold.
 
-Kernels that walk a schedule carry it as an integer operand: a constant, or in a loop one row of a constant for
-each iteration. A small evaluator of integer HLO follows operands back to constants; what depends on anything
+Kernels that walk a schedule carry it as an integer operand: a constant, or in a loop one row of a constant
+for each iteration. A small evaluator of integer HLO follows operands back to constants; what depends on anything
 else is None.
 """
 
@@ -19,7 +19,14 @@ import numpy as np
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%([\w.\-]+) = (.*)$")
 _SHAPE = re.compile(r"(pred|[su]\d+)\[([\d,]*)\]")
-_DTYPES = {"pred": np.bool_, **{f"{kind}{n}": np.dtype(f"{long}{n}").type for kind, long in (("s", "int"), ("u", "uint")) for n in (8, 16, 32, 64)}}
+_DTYPES = {
+    "pred": np.bool_,
+    **{
+        f"{kind}{n}": np.dtype(f"{long}{n}").type
+        for kind, long in (("s", "int"), ("u", "uint"))
+        for n in (8, 16, 32, 64)
+    },
+}
 _TRIP_LIMIT = 100_000
 
 
@@ -56,7 +63,7 @@ class Module:
 
 
 def parse_hlo(text: str) -> Module:
-    """The module in the text of libtpu's ``*-TLP-hlo.txt``, or of ``HloModule.to_string()`` with all constants.
+    """The module in the text of libtpu's ``*-TLP-hlo.txt``.
 
     Raises:
         ValueError: the text has no entry computation.
@@ -88,11 +95,9 @@ def _instruction(name: str, text: str) -> Instruction:
     opcode, _, rest = rest.partition("(")
     end = _closing(rest, -1)
     inside, attributes = rest[: end - 1], rest[end:]
-    if opcode in ("constant", "parameter"):
-        operands = (inside,)
-    else:
-        operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, shape, opcode, operands, attributes)
+    literal = opcode in ("constant", "parameter")
+    operands = [inside] if literal else re.findall(r"%([\w.\-]+)", inside)
+    return Instruction(name, shape, opcode, tuple(operands), attributes)
 
 
 def _closing(text: str, begin: int) -> int:
@@ -112,7 +117,9 @@ Value = Any
 class _Frame:
     """One run of a computation: its instructions, evaluated when they are asked for."""
 
-    def __init__(self, module: Module, computation: Computation, arguments: Sequence[Callable[[], Value]]) -> None:
+    def __init__(
+        self, module: Module, computation: Computation, arguments: Sequence[Callable[[], Value]]
+    ) -> None:
         self._module = module
         self._computation = computation
         self._arguments = arguments
@@ -130,7 +137,9 @@ class _Frame:
     def call(self, i: Instruction) -> _Frame:
         """The run of the computation that a fusion or call names."""
         callee = self._module.computations[i.attribute("calls") or i.attribute("to_apply")]
-        return _Frame(self._module, callee, [functools.partial(self.__getitem__, name) for name in i.operands])
+        return _Frame(
+            self._module, callee, [functools.partial(self.__getitem__, name) for name in i.operands]
+        )
 
     def iterations(self, i: Instruction) -> Iterator[_Frame]:
         """The runs of the body of a loop; one, if it is not known how many there are."""

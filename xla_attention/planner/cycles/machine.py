@@ -1,8 +1,8 @@
 """Executes the scalar half of a program: which segments run how often, and when DMA makes them wait.
 
 Loop exits, predicates and DMA descriptors are computed exactly, from the constants in the program and the
-contents of operands that are known. A value that depends on anything else is None; a branch on it is counted in
-``unknown`` and not taken, which enters a guarded region once and leaves a loop.
+contents of operands that are known. A value that depends on anything else is None; a branch on it is counted
+in ``unknown`` and not taken, which enters a guarded region once and leaves a loop.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Machine:
         runs: times that each segment ran.
         time: cycles, with what was spent waiting for DMA.
         dma: the transfers.
-        unknown: times that a branch, or whether and how much a DMA moves, was not known, by the bundle it is in.
+        unknown: times that a branch, or whether and how much a DMA moves, was not known, by its bundle.
         unsupported: times that an instruction was met that is not known here; its result is None.
     """
 
@@ -88,7 +88,13 @@ class Machine:
         operands: Mapping[int, np.ndarray],
         core: int = 0,
     ) -> None:
-        """``operands``: contents of the operands that are known, by index; integers. ``core``: which of the chip's."""
+        """
+        Args:
+            segments: the program.
+            hardware: that it was compiled for.
+            operands: contents of the integer operands that are known, by index.
+            core: which of the chip's this is.
+        """
         self.runs = [0] * len(segments)
         self.time = 0.0
         self.dma = DmaQueue(hardware)

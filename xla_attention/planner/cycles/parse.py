@@ -1,10 +1,10 @@
 """Reads two of the text files that libtpu writes for each program it compiles.
 
-* ``*-packed-bundles-post-ra.txt``: the VLIW program after register allocation. One line is one bundle is one
-  cycle, and latencies are explicit as empty bundles. (In ``*-final_bundles.txt`` empty bundles are folded into
-  delay fields that the text does not show: that file cannot be counted.)
-* ``*-pre-delay_hlo-static-per-bundle-utilization.txt``: for each of those bundles, the slots that it occupies
-  of each functional unit; a product of 16 rows occupies its MXU for 16 bundles.
+* ``*-packed-bundles-post-ra.txt``: the VLIW program after register allocation. One line is one bundle is
+  one cycle, and latencies are explicit as empty bundles. (In ``*-final_bundles.txt`` empty bundles are folded
+  into delay fields that the text does not show: that file cannot be counted.)
+* ``*-pre-delay_hlo-static-per-bundle-utilization.txt``: for each of those bundles, the slots that it
+  occupies of each functional unit; a product of 16 rows occupies its MXU for 16 bundles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNITS = {
     "VSTORE:SPILL": "SPILL",
 }
 
-# A number, a register (``%s12``), or an address: the sum of numbers, registers and allocations (``#allocation3``).
+# A number, a register (``%s12``), or an address: the sum of numbers, registers and ``#allocations``.
 Operand = int | str | tuple[int | str, ...]
 
 
@@ -35,7 +35,7 @@ class Instruction:
         op: such as ``"sadd.s32"``.
         result: the register that it defines, if any. Registers are in static single assignment form.
         operands: what it reads.
-        guard: a predicate register, after ``!`` if negated; the instruction has no effect where that is false.
+        guard: a predicate register, after ``!`` if negated; where that is false, nothing happens.
         otherwise: value of ``result`` where the guard is false.
         text: all that follows ``op``.
     """

@@ -1,4 +1,4 @@
-"""A program of bundles as straight segments, each with the scalar code that control flow and DMA depend on."""
+"""A program as straight segments of bundles, each with the scalar code that branches and DMA depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BRANCH_DELAY = {"v4": 1, "v5e": 4, "v5p": 4, "v6e": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A jump from the end of a segment; ``guard`` None is always taken. ``at`` is the bundle that holds it."""
+    """A jump from the end of a segment, always taken if ``guard`` is None; ``at`` is the bundle it is in."""
 
     at: int
     target: int
@@ -29,7 +29,7 @@ class Segment:
     Attributes:
         depth: loops around it.
         branch: where it may continue instead of at ``stop``.
-        merges: ``sphi`` instructions: on entry, they choose the value that came around the loop or from before.
+        merges: ``sphi`` instructions: on entry, the value from before the loop, or that came around it.
         code: (bundle less ``start``, instruction) in an order that computes what is used before its use.
     """
 

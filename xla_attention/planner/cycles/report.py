@@ -42,8 +42,8 @@ class HotSegment:
 class KernelCycles:
     """Static cycles of one Mosaic kernel on one TensorCore.
 
-    Not counted: latency of HBM, conflicts of VMEM ports, instruction fetch, the launch, and the XLA operations
-    around the kernel.
+    Not counted: latency of HBM, conflicts of VMEM ports, instruction fetch, the launch, and the XLA
+    operations around the kernel.
 
     Attributes:
         name: of the instruction in the optimized HLO.

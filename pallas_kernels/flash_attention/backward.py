@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,19 +36,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import schedule, scores
+from pallas_kernels.flash_attention.backward_steps import Chunks, Plan, flush_width, plan_chunks
 from pallas_kernels.flash_attention.blocks import LANES, BackwardBlocks
-from pallas_kernels.flash_attention.forward import MASKED, NN, NT, Extra, as_column, dot, in_kernel
 from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
+from pallas_kernels.flash_attention.tiles import MASKED, NN, NT, TN, Extra, dot, hide, in_kernel
 from pallas_kernels.hardware import Hardware
-
-TN = (((0,), (0,)), ((), ()))  # a.T @ b
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
     """Keys ``[kv, kv + n_kv)`` of the block and queries ``[q, q + n_q)`` of the columns at hand.
 
-    ``place`` is the (key, query) position that the mask is asked about, or None where all is visible;
+    ``place`` is the (query, key) position that the mask is asked about, or None where all is visible;
     ``first`` says that nothing was added to these keys' gradients before.
     """
 
@@ -123,7 +122,7 @@ class _Pass:
             if self.extra.bias is not None:
                 s = s + self.extra.bias[0, 0, queries(t), keys].astype(f32).T * scores.LOG2E
             if t.place is not None:
-                s = self.mask(s, t, queries(t))
+                s = self.hide(s, t, queries(t))
             p = jnp.exp2(s)
             ds = p * (dp - delta[:, here])
             ds = scores.products_gradient(ds, logits, softcap=self.spec.softcap)
@@ -151,15 +150,12 @@ class _Pass:
         for x in ahead:
             products(*x)
 
-    def mask(self, s: Array, t: _Tile, queries: Any) -> Array:
-        """Hides pairs of the tile."""
-        kv = t.place[0] + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        q = t.place[1] + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-        seen = self.spec.mask.visible(q, kv)
+    def hide(self, s: Array, t: _Tile, queries: Any) -> Array:
+        ids = None
         if self.extra.q_segment_ids is not None:
-            ids = as_column(self.extra.kv_segment_ids[0, :, t.kv : t.kv + t.n_kv])
-            seen = seen & (ids == self.extra.q_segment_ids[0, :, queries])
-        return jnp.where(seen, s, MASKED)
+            keys = slice(t.kv, t.kv + t.n_kv)
+            ids = self.extra.q_segment_ids[0, :, queries], self.extra.kv_segment_ids[0, :, keys]
+        return hide(s, self.spec.mask, t.place, ids)
 
     def result(self, acc: Any, factor: float, ref: Any) -> Array:
         x = (acc[...] * factor).astype(ref.dtype)
@@ -182,7 +178,7 @@ def _border_tiles(p: _Pass, border: schedule.Border, query: Any, fresh: bool, sh
                 kv1 - kv0,
                 offset,
                 (last - first) * sub,
-                place=(key + kv0, query + offset) if cut else None,
+                place=(query + offset, key + kv0) if cut else None,
                 first=fresh and not touched & set(strips),
             )
         )
@@ -190,25 +186,7 @@ def _border_tiles(p: _Pass, border: schedule.Border, query: Any, fresh: bool, sh
     return tiles
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What the steps of a pass have in common, known when the kernel is compiled.
-
-    Attributes:
-        borders: the borders that occur.
-        fresh: of those, the ones that always begin their row and reach every key of it: their first tiles
-            write what others would add to.
-        masked: whether there are tiles under the mask.
-        runs: whether there are runs.
-    """
-
-    borders: tuple[schedule.Border, ...]
-    fresh: tuple[bool, ...]
-    masked: bool
-    runs: bool
-
-
-def _step(p: _Pass, plan: _Plan, chunk: int, read: Callable[[str], Any]) -> None:
+def _step(p: _Pass, plan: Plan, chunk: int, read: Callable[[str], Any]) -> None:
     b = p.blocks
     in_group, in_memory = read("repeat") * chunk, read("memory") * b.memory_q
     origin = p.column - in_memory
@@ -242,7 +220,7 @@ def _step(p: _Pass, plan: _Plan, chunk: int, read: Callable[[str], Any]) -> None
 
     def block(at: Any, masked: bool) -> None:
         tiles = [
-            _Tile(kv, b.tile_kv, q, b.tile_q, place=(p.row + kv, origin + at + q) if masked else None)
+            _Tile(kv, b.tile_kv, q, b.tile_q, place=(origin + at + q, p.row + kv) if masked else None)
             for q in range(0, b.block_q, b.tile_q)
             for kv in range(0, b.block_kv, b.tile_kv)
         ]
@@ -278,7 +256,7 @@ def _step(p: _Pass, plan: _Plan, chunk: int, read: Callable[[str], Any]) -> None
 def _kernel(
     *refs: Any,
     table: schedule.Table,
-    plan: _Plan,
+    plan: Plan,
     blocks: BackwardBlocks,
     spec: AttentionSpec,
     present: tuple[bool, ...],
@@ -311,109 +289,6 @@ def _kernel(
         p.dq_acc[...] = jnp.zeros_like(p.dq_acc)
 
     _step(p, plan, chunk, read)
-
-
-def _columns(
-    steps: Sequence[schedule.Step], tiling: schedule.Tiling, origin: int, group: int, width: int
-) -> dict[str, list]:
-    """The steps of one chunk of queries as columns of a table; ``border`` holds the borders themselves.
-
-    Each block of dq, ``width`` queries, leaves once it is final, at most one a step: ``flush`` says that one
-    leaves, ``dq`` which, or which is next to leave.
-    """
-    in_repeat = tiling.columns // width
-    final = [0] * (group * in_repeat)
-    for n, step in enumerate(steps):
-        for low, high in schedule.visited(step, tiling):
-            for block in range(low // width, -(-high // width)):
-                final[step.repeat * in_repeat + block] = n
-    dq, flush = [], []
-    for block in sorted(range(len(final)), key=final.__getitem__):
-        waits = max(final[block] - len(dq), 0)
-        dq += [block] * (waits + 1)
-        flush += [0] * waits + [1]
-    columns = {
-        "row": [s.row for s in steps],
-        "repeat": [s.repeat for s in steps],
-        "memory": [s.memory for s in steps],
-        "first": [int(s.kind.first) for s in steps],
-        "last": [int(s.kind.last) for s in steps],
-        "start": [s.start for s in steps],
-        "tiles": [s.tiles for s in steps],
-        "masked_start": [s.masked_start for s in steps],
-        "masked_tiles": [s.masked_tiles for s in steps],
-        "border": [s.kind.border for s in steps],
-        "border_start": [s.border_start for s in steps],
-        "origin": [origin] * len(steps),
-        "dq": dq,
-        "flush": flush,
-    }
-    return _lengthen(columns, max(len(steps), len(dq)))
-
-
-def _lengthen(columns: dict[str, list], n: int) -> dict[str, list]:
-    """The same steps, idle ones after them: they fetch nothing new and compute nothing."""
-    idle = {"first": 0, "last": 0, "tiles": 0, "masked_tiles": 0, "flush": 0}
-    idle |= dict.fromkeys(("start", "masked_start", "border", "border_start"))
-    return {
-        name: [*values, *[idle.get(name, values[-1])] * (n - len(values))] for name, values in columns.items()
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pieces:
-    """The chunks of queries: how many, each with ``steps`` steps, and the table of each."""
-
-    steps: int
-    plan: _Plan
-    tables: list[schedule.Table]
-
-
-def _chunks(
-    spec: AttentionSpec,
-    blocks: BackwardBlocks,
-    operands: Operands,
-    tiling: schedule.Tiling,
-    chunks: int,
-    group: int,
-    width: int,
-) -> _Pieces:
-    every, batched = [], []
-    segments = operands.q_segment_ids is not None
-    if segments:
-        meet = schedule.segments_meet(
-            operands.kv_segment_ids, operands.q_segment_ids, blocks.block_kv, blocks.block_q
-        )
-    for n in range(chunks):
-        origin = n * tiling.columns
-        steps = schedule.build(spec.mask, tiling, rows_are_queries=False, origin=origin, repeats=group)
-        every.append(_columns(steps, tiling, origin, group, width))
-        if segments:
-            here = slice(origin // tiling.tile, (origin + tiling.columns) // tiling.tile)
-            batched.append(schedule.narrow(steps, tiling.tile, *(x[:, :, here] for x in meet)))
-    length = max(len(columns["row"]) for columns in every)
-    every = [_lengthen(columns, length) for columns in every]
-    batched = [
-        {name: jnp.pad(x, ((0, 0), (0, length - x.shape[1]))) for name, x in columns.items()}
-        for columns in batched
-    ]
-    borders: dict[schedule.Border, bool] = {}
-    for columns in every:
-        for border, first in zip(columns["border"], columns["first"]):
-            if border is not None:
-                whole = all(map(any, zip(*border.states)))
-                borders[border] = borders.get(border, whole) and bool(first)
-        columns["border"] = [-1 if b is None else list(borders).index(b) for b in columns["border"]]
-    runs, masked = (any(any(c[name]) for c in every) for name in ("tiles", "masked_tiles"))
-    plan = _Plan(tuple(borders), tuple(borders.values()), masked=masked or segments, runs=runs)
-    period = length // (tiling.rows // tiling.row_block) if chunks == 1 else 1
-    tables = [
-        schedule.Table(
-            columns, period=max(period, 1), stored=chunks > 1, batched=batched[n] if segments else None
-        )
-        for n, columns in enumerate(every)
-    ]
-    return _Pieces(length, plan, tables)
 
 
 def backward(
@@ -454,7 +329,7 @@ def backward(
     group = heads // kv_heads
     chunk = blocks.chunk_q or q_len
     chunks = q_len // chunk
-    width = _flush_width(blocks)
+    width = flush_width(blocks)
     tiling = schedule.Tiling(
         rows=kv_len,
         columns=chunk,
@@ -463,13 +338,13 @@ def backward(
         tile=blocks.block_q,
         sub=blocks.border,
     )
-    pieces = _chunks(spec, blocks, operands, tiling, chunks, group, width)
+    chunked = plan_chunks(spec, blocks, operands, tiling, chunks, group, width)
 
     lse = jnp.where(jnp.isneginf(lse), -MASKED, lse * scores.LOG2E)[:, None]
     inputs = (q, k, v, o, do, lse) + (() if dlse is None else (dlse[:, None],))
     call = functools.partial(
         _call,
-        pieces=pieces,
+        chunked=chunked,
         inputs=inputs,
         operands=operands,
         batch=batch,
@@ -481,30 +356,23 @@ def backward(
         partial=chunks > 1,
     )
     if chunks == 1:
-        return call(pieces.tables[0].operands)
+        return call(chunked.tables[0].operands)
 
     def body(sums: tuple, prefetch: Any) -> tuple:
         dq, dk, dv = call(prefetch)
         return (sums[0] + dk, sums[1] + dv), dq
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
-    numbers = tuple(jnp.stack(column) for column in zip(*(table.operands for table in pieces.tables)))
+    numbers = tuple(jnp.stack(column) for column in zip(*(table.operands for table in chunked.tables)))
     (dk, dv), dq = lax.scan(body, zeros, numbers)
     dq = jnp.swapaxes(dq, 0, 1).reshape(q.shape)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def _flush_width(blocks: BackwardBlocks) -> int:
-    """Queries of dq that leave at a time: on a causal mask, those that one block of keys completes."""
-    if blocks.memory_q % blocks.block_kv == 0:
-        return blocks.block_kv
-    return max(n for n in range(LANES, blocks.memory_q + 1, LANES) if blocks.memory_q % n == 0 and n <= 2048)
-
-
 def _call(
     prefetch: tuple,
     *,
-    pieces: _Pieces,
+    chunked: Chunks,
     inputs: tuple,
     operands: Operands,
     batch: int,
@@ -520,7 +388,7 @@ def _call(
     rows, _, dim = q.shape
     kv_rows, kv_len, value_dim = v.shape
     group, kv_heads = rows // kv_rows, kv_rows // batch
-    table, f32 = pieces.tables[0], jnp.float32
+    table, f32 = chunked.tables[0], jnp.float32
     once = {"pipeline_mode": pl.Buffered(1)} if blocks.single_buffer else {}
 
     def read(name: str, b: Any, n: Any, refs: tuple) -> Any:
@@ -572,7 +440,7 @@ def _call(
         functools.partial(
             _kernel,
             table=table,
-            plan=pieces.plan,
+            plan=chunked.plan,
             blocks=blocks,
             spec=spec,
             present=present,
@@ -583,7 +451,7 @@ def _call(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
-            grid=(kv_rows, pieces.steps),
+            grid=(kv_rows, chunked.steps),
             in_specs=[
                 queries(dim),
                 keys(dim),

@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,39 +36,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import schedule, scores
 from pallas_kernels.flash_attention.blocks import LANES, ForwardBlocks
 from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
+from pallas_kernels.flash_attention.tiles import MASKED, NN, NT, Extra, dot, hide, in_kernel
 from pallas_kernels.hardware import Hardware
 
-# Finite, so that a difference of two masked values is no NaN; no true logit is below it.
-MASKED = -1e30
-NT = (((1,), (1,)), ((), ()))  # a @ b.T
-NN = (((1,), (0,)), ((), ()))  # a @ b
 ONES = 16  # rows of ones beside V^T: one packed tile of bfloat16
-
-
-def dot(a: Array, b: Array, dims: Any) -> Array:
-    """A product accumulated in float32; float32 operands are not rounded to bfloat16 on the MXU."""
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
-
-
-class Extra(NamedTuple):
-    """References to the optional operands, or None; names as in :class:`Operands`."""
-
-    q_segment_ids: Any  # (1, 1, queries) int32
-    kv_segment_ids: Any  # (1, 1, keys) int32
-    bias: Any  # (1, 1, queries, keys)
-    alibi_slopes: Any  # (heads,) float32 in SMEM
-    sinks: Any  # (heads,) float32 in SMEM
-
-
-def as_column(row: Int[Array, "1 n"]) -> Int[Array, "n 1"]:
-    """A row of lanes as a column of sublanes, through one whole register."""
-    return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,15 +104,13 @@ class _Pass:
         pv = dot(self.vt[:, pl.ds(key, n)], p.astype(self.vt.dtype), NN)
         self.acc[:, cols] = pv if first else alpha[:1] * self.acc[:, cols] + pv
 
-    def mask(self, s: Array, key: Any, cols: slice, place: tuple[Any, Any]) -> Array:
+    def hide(self, s: Array, key: Any, cols: slice, place: tuple[Any, Any]) -> Array:
         """Hides pairs of a tile that begins at ``key`` of VMEM; ``place`` is its (query, key) position."""
-        q = place[0] + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-        kv = place[1] + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        seen = self.spec.mask.visible(q, kv)
+        ids = None
         if self.extra.q_segment_ids is not None:
-            ids = as_column(self.extra.kv_segment_ids[0, :, pl.ds(key, s.shape[0])])
-            seen = seen & (ids == self.extra.q_segment_ids[0, :, cols])
-        return jnp.where(seen, s, MASKED)
+            keys = pl.ds(key, s.shape[0])
+            ids = self.extra.q_segment_ids[0, :, cols], self.extra.kv_segment_ids[0, :, keys]
+        return hide(s, self.spec.mask, place, ids)
 
     def transpose_values(self, start: Any, n: int) -> None:
         """Writes V^T of ``n`` keys, and the rows of ones below it; small pieces keep it in registers."""
@@ -201,7 +175,7 @@ def _border_pieces(
                 part = s[c * sub : stop * sub]
                 if cut[c]:
                     place = row + cols.start, base + border.offsets[first + c]
-                    part = p.mask(part, at + c * sub, cols, place)
+                    part = p.hide(part, at + c * sub, cols, place)
                 parts.append(part)
                 c = stop
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
@@ -234,7 +208,7 @@ def _step(p: _Pass, kind: schedule.Kind, met: int, read: Callable[[str], Any]) -
             key = pl.multiple_of(at - p.memory, LANES)
             for cols in tiles:
                 s = p.logits(cols, key, b.block_kv)
-                p.accumulate(p.mask(s, key, cols, (p.row + cols.start, at)), cols, key)
+                p.accumulate(p.hide(s, key, cols, (p.row + cols.start, at)), cols, key)
             return carry
 
         lax.fori_loop(0, read("masked_tiles"), under_mask, 0)
@@ -488,10 +462,3 @@ def forward(
         name="flash_attention_forward",
     )(*table.operands, q, k, v, *(x for x in in_kernel(operands) if x is not None))
     return o, lse[:, 0]
-
-
-def in_kernel(operands: Operands) -> Extra:
-    """The operands that kernels read, in the form in which they do; lengths have become segments before."""
-    row = lambda ids: None if ids is None else ids[:, None]  # noqa: E731
-    q_ids, kv_ids, bias, slopes, sinks, *_ = operands
-    return Extra(row(q_ids), row(kv_ids), bias, slopes, sinks)

@@ -1,7 +1,7 @@
 """`xla-attention bench accuracy`: the limits hold in a few cases, and what is over them is told."""
 
 import dataclasses
-import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_quick_cases_are_within_the_limits(first_device):
     result = run()
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    for case, dtype in itertools.product(accuracy.grid(quick=True), ("float32", "bfloat16")):
+    for case, dtype in product(accuracy.grid(quick=True), ("float32", "bfloat16")):
         (row,) = [line for line in lines if str(case) in line and dtype in line]
         assert row.count("e-") + row.count("e+") == len(accuracy.QUANTITIES)
     assert "over the limit" not in result.output
@@ -39,13 +39,16 @@ def test_an_error_over_the_limit_fails_the_command(first_device, monkeypatch):
 
 
 def test_the_grid_meets_what_it_must():
-    grid = accuracy.grid()
+    grid, causal = accuracy.grid(), (False, True)
     lengths = {1, 7, 127, 129, 577, 600, 1023}
-    assert {c.q_len for c in grid if c.q_len == c.kv_len} == lengths
-    assert {c.q_len < c.kv_len for c in grid if c.q_len != c.kv_len} == {False, True}
+    for n in lengths:
+        assert {c.is_causal for c in grid if c.q_len == c.kv_len == n} == set(causal)
+    unequal = [c for c in grid if c.q_len != c.kv_len]
+    assert {(c.q_len < c.kv_len, c.is_causal) for c in unequal} == set(product(causal, causal))
     dims, ratios = {32, 64, 80, 96, 128, 160, 256}, {1, 3, 4, 8}
-    met = {(c.head_dim, c.heads // c.kv_heads, c.is_causal) for c in grid}
-    assert met == set(itertools.product(dims, ratios, (False, True)))
+    assert {(c.head_dim, c.heads // c.kv_heads) for c in grid} == set(product(dims, ratios))
+    assert {(c.head_dim, c.is_causal) for c in grid} == set(product(dims, causal))
+    assert {(c.heads // c.kv_heads, c.is_causal) for c in grid} == set(product(ratios, causal))
 
 
 BFLOAT16 = accuracy.Error(accuracy.grid()[0], torch.bfloat16, "dq", 2.9e-3, sdpa=2e-3, sdpa_math=1.7e-3)

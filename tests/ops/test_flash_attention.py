@@ -3,31 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_cases import BACKWARD, FORWARD, leaves, qkv, relative
 
 from xla_attention import flash_attention
-
-# Relative to the largest element: float32 rounds at 6e-8, and sums of up to a few hundred terms of mixed sign
-# lose a decimal. The kernels' own tests hold a grid of shapes to the same figures.
-FORWARD, BACKWARD = 2e-6, 1e-5
-
-
-def qkv(q_len=40, kv_len=40, heads=4, kv_heads=2, head_dim=32, batch=2, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, q_len, head_dim)] + 2 * [(batch, kv_heads, kv_len, head_dim)]
-    return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
-
-
-def leaves(tensors, device="cpu", dtype=None):
-    return [x.detach().to(device=device, dtype=dtype or x.dtype).requires_grad_() for x in tensors]
-
-
-def relative(got, want):
-    """Largest error over the largest element; equal infinities count as equal."""
-    got, want = got.detach().cpu().double(), want.detach().cpu().double()
-    assert got.shape == want.shape
-    assert torch.equal(got.isinf(), want.isinf())
-    got, want = got.nan_to_num(neginf=0), want.nan_to_num(neginf=0)
-    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
 
 
 def definition(q, k, v, *, offset=None, scale=None, softcap=None):
@@ -40,11 +18,6 @@ def definition(q, k, v, *, offset=None, scale=None, softcap=None):
         shown = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(offset)
         logits = logits.masked_fill(~shown, -torch.inf)
     return logits.softmax(-1) @ v, logits.logsumexp(-1)
-
-
-@pytest.fixture(params=["xla", "eager"])
-def device(request, first_device):
-    return first_device if request.param == "xla" else torch.device("cpu")
 
 
 @pytest.mark.parametrize(

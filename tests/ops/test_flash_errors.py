@@ -11,11 +11,6 @@ def tensors(q=(2, 4, 8, 32), k=(2, 2, 8, 32), v=None, dtype=torch.float32, devic
     return [torch.ones(s, dtype=dtype, device=device) for s in (q, k, v or k)]
 
 
-@pytest.fixture(params=["xla", "eager"])
-def device(request, first_device):
-    return first_device if request.param == "xla" else torch.device("cpu")
-
-
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

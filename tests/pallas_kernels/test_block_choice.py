@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.flash_attention.backward import _flush_width
+from pallas_kernels.flash_attention import BackwardBlocks, ForwardBlocks
+from pallas_kernels.flash_attention.backward_steps import flush_width
 from pallas_kernels.flash_attention.blocks import BACKWARD, FORWARD, choose_backward, choose_forward
 from pallas_kernels.hardware import GENERATIONS, INTERPRETER
 from pallas_kernels.schedule import Tiling
@@ -40,7 +41,7 @@ def backward_vmem(b, q_len, dim, group, itemsize):
     queries = itemsize * lanes * 3 * b.memory_q * (1 if b.single_buffer else 2)  # q, o, do
     statistics = 4 * 2 * 8 * b.memory_q * 2  # lse, dlse: a row fills a register
     keys = lanes * 2 * b.block_kv * (itemsize + (4 if b.chunk_q else itemsize)) * 2  # k, v; dk, dv
-    dq = itemsize * lanes * _flush_width(b) * 2
+    dq = itemsize * lanes * flush_width(b) * 2
     kept = 4 * depth * (group * chunk + 2 * b.block_kv)
     transposed_keys = itemsize * dim * b.block_kv if b.transposed else 0
     return queries + statistics + keys + dq + kept + transposed_keys
@@ -88,3 +89,23 @@ def test_keys_stream_where_a_head_does_not_fit():
     assert choose_forward(4096, 4096, 128, 128, 2, GENERATIONS["v5e"]).memory_kv is None
     assert choose_forward(1024, 2**18, 256, 256, 4, GENERATIONS["v5e"]).memory_kv is not None
     assert choose_backward(2**18, 1024, 256, 256, 8, 4, GENERATIONS["v5e"]).chunk_q is not None
+
+
+@pytest.mark.parametrize(
+    ("blocks", "name"),
+    [
+        (lambda: ForwardBlocks(block_q=256, tile_q=192), "tile_q"),
+        (lambda: ForwardBlocks(block_kv=0), "block_kv"),
+        (lambda: ForwardBlocks(unroll=0), "unroll"),
+        (lambda: ForwardBlocks(memory_kv=700), "memory_kv"),
+        (lambda: BackwardBlocks(block_kv=256, tile_kv=192), "tile_kv"),
+        (lambda: BackwardBlocks(block_q=256, memory_q=512, tile_q=192), "tile_q"),
+        (lambda: BackwardBlocks(block_q=256, memory_q=300), "memory_q"),
+        (lambda: BackwardBlocks(memory_q=4096, chunk_q=5000), "chunk_q"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_blocks_that_do_not_divide_are_refused(blocks, name):
+    """Where they are made, by the name of what is wrong: inside a kernel they would give wrong numbers."""
+    with pytest.raises(ValueError, match=name):
+        blocks()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_masks import masks
 
 from pallas_kernels import schedule
-from pallas_kernels.flash_attention.backward import _columns
+from pallas_kernels.flash_attention.backward_steps import _columns
 from pallas_kernels.masks import Causal, Full, KeyLength
 from pallas_kernels.schedule import EMPTY, FULL, PARTIAL, Kind, Table, Tiling
 
@@ -33,7 +33,7 @@ def visible(mask, t, rows_are_queries=True, origin=0):
     return np.asarray(mask.visible(rows, columns) if rows_are_queries else mask.visible(columns, rows))
 
 
-def spans(step, t, segments=False):
+def spans(step, t, shared=False):
     """(rows, columns, whether the kernel masks them) of the rectangles that a step computes."""
     rows = slice(step.row * t.row_block, (step.row + 1) * t.row_block)
     if step.tiles:
@@ -47,7 +47,7 @@ def spans(step, t, segments=False):
             for n, state in enumerate(states):
                 if state != EMPTY:
                     row = rows.start + n * t.sub
-                    yield slice(row, row + t.sub), slice(column, column + t.sub), segments or state == PARTIAL
+                    yield slice(row, row + t.sub), slice(column, column + t.sub), shared or state == PARTIAL
 
 
 @settings(max_examples=300)
@@ -217,7 +217,7 @@ FEW_TILINGS = st.sampled_from(
 @settings(max_examples=100)
 @given(masks, FEW_TILINGS, st.booleans(), st.integers(1, 2), st.data())
 def test_narrowed_steps_compute_each_pair_of_a_segment_once(mask, t, rows_are_queries, repeats, data):
-    """Runs hold no pair of two segments; tiles under the mask, and borders, are masked by segment too."""
+    """What is not masked holds no pair of two segments; a border that segments share is masked whole."""
     row_ids, column_ids = (
         np.array([data.draw(segment_ids(n)) for _ in range(2)]) for n in (t.rows, t.columns)
     )
@@ -231,7 +231,9 @@ def test_narrowed_steps_compute_each_pair_of_a_segment_once(mask, t, rows_are_qu
         for n, step in enumerate(steps):
             if step.repeat == repeat:
                 numbers = {name: int(x[batch, n]) for name, x in narrowed.items()}
-                for rows, columns, masked in spans(dataclasses.replace(step, **numbers), t, segments=True):
+                shared = bool(numbers.pop("shared"))
+                assert not (shared and numbers["tiles"])
+                for rows, columns, masked in spans(dataclasses.replace(step, **numbers), t, shared):
                     assert masked or shown[batch, rows, columns].all()
                     computed[rows, columns] += shown[batch, rows, columns]
         assert np.array_equal(computed, shown[batch])

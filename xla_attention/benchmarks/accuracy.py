@@ -21,8 +21,8 @@ from xla_attention.ops import flash_attention
 DTYPES = (torch.float32, torch.bfloat16)
 QUANTITIES = ("o", "lse", "dq", "dk", "dv")
 
-# (q_len, kv_len), head_dim and (heads, kv_heads). 7 and 4 have no common divisor: 28 cases that cycle through
-# these meet every head_dim with every ratio of heads, and each pair of lengths about twice.
+# (q_len, kv_len), head_dim and (heads, kv_heads). All lengths, causal and not, are 30 cases; 7 and 4 have no
+# common divisor, so that going round the other two meanwhile meets every head_dim with every ratio of heads.
 LENGTHS = (
     *((n, n) for n in (1, 7, 127, 129, 577, 600, 1023)),
     *((1, 577), (577, 1), (7, 129), (129, 7), (127, 1023), (1023, 127), (577, 600), (600, 577)),
@@ -100,15 +100,15 @@ class Error:
 
 
 def grid(*, quick: bool = False) -> list[Case]:
-    """The cases: all lengths, each head_dim with each ratio of heads, causal and not; or a few."""
+    """The cases: all lengths, causal and not, each head_dim with each ratio of heads; or a few."""
     if quick:
         return [Case(129, 129, 64, 2, 2, True), Case(7, 129, 80, 8, 2, False), Case(127, 1, 32, 3, 1, True)]
-    cycles = zip(*map(itertools.cycle, (LENGTHS, HEAD_DIMS, HEADS)))
-    chosen = itertools.islice(cycles, len(HEAD_DIMS) * len(HEADS))
+    lengths = itertools.product((False, True), LENGTHS)
     return [
-        Case(*lengths, head_dim, *heads, causal)
-        for lengths, head_dim, heads in chosen
-        for causal in (False, True)
+        Case(*q_and_kv, head_dim, *heads, is_causal)
+        for (is_causal, q_and_kv), head_dim, heads in zip(
+            lengths, itertools.cycle(HEAD_DIMS), itertools.cycle(HEADS)
+        )
     ]
 
 

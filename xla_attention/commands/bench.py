@@ -54,6 +54,24 @@ def bench_accuracy(
         raise typer.Exit(1)
 
 
+@bench_app.command("features")
+def bench_features(
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases only.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A row for each case.")] = False,
+) -> None:
+    """Print the errors of every mask with every score change, against float64 and against flex_attention.
+
+    Exits with status 1 when one is over its limit.
+    """
+    # Each case is a program that runs for milliseconds: LLVM's optimizations would take half of the time.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+    from xla_attention.benchmarks.features import report
+
+    if not report(quick=quick, verbose=verbose):
+        raise typer.Exit(1)
+
+
 @bench_app.command("kernels")
 def bench_kernels(
     topology: Annotated[

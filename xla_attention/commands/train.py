@@ -16,17 +16,14 @@ def train_command(
     ] = False,
 ) -> None:
     """Train a language model; run it again to continue from the last checkpoint."""
-    from rich.console import Console
-
     from xla_attention.training.config import load_config
 
     loaded = load_config(config, overrides or [])
 
     from xla_attention.training.loop import train
 
-    console = Console()
-    result = train(loaded, console, fresh=fresh)
+    result = train(loaded, fresh=fresh)
     if result.stopped_by:
-        console.print(f"{result.stopped_by}: stopped after step {result.step}; run the same command to go on")
-    console.print(f"checkpoint: {result.checkpoint}")
-    console.print(f"sample from it: xla-attention generate {result.checkpoint / 'model'} --prompt 'def '")
+        typer.echo(f"{result.stopped_by}: stopped after step {result.step}; run the same command to go on")
+    typer.echo(f"checkpoint: {result.checkpoint}")
+    typer.echo(f"sample from it: xla-attention generate {loaded.out_dir} --prompt 'def '")

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from xla_attention.bridge import lower
-from xla_attention.planner.cycles import KernelCycles, count_cycles, counter_version
+from xla_attention.planner.cycles import DUMPS_READ, KernelCycles, count_cycles, counter_version
 from xla_attention.planner.topology import Topology
 
 _ENVIRONMENT = {
@@ -72,8 +72,7 @@ def compile_for_tpu(
         topology: whose chip to compile for.
         dump_to: a folder for the compiler's text dumps, optimized HLO and each kernel's VLIW bundles; made if
             it is missing. Compiles even if the result is cached.
-        cycles: count the static cycles of the kernels. The dumps that this needs, some 100 MB, are in a
-            temporary folder unless ``dump_to`` is given.
+        cycles: count the static cycles of the kernels.
 
     Raises:
         CompileError: the compiler refused, or died.
@@ -90,6 +89,8 @@ def compile_for_tpu(
     with nullcontext(dump_to) if dump_to or not cycles else tempfile.TemporaryDirectory() as folder:
         if folder is not None:
             flags += f" --xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+        if dump_to is None and cycles:
+            flags += f" --xla_jf_dump_llo_pass_label_regex={DUMPS_READ}"
         answer = _run_worker(module, topology, flags)
         if cycles and "error" not in answer:
             answer["kernels"] = [

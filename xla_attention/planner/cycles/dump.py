@@ -4,6 +4,8 @@ The folder is filled by compiling with
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
 
+and, to write the few files of some hundred that are read here, --xla_jf_dump_llo_pass_label_regex=DUMPS_READ.
+
 libtpu shortens long names differently in each file name; what belongs together begins with the same stamp.
 """
 
@@ -21,6 +23,7 @@ from xla_attention.planner.cycles.hlo import Module, executions, parse_hlo
 from xla_attention.planner.cycles.parse import parse_bundles, parse_utilization
 from xla_attention.planner.cycles.report import KernelCycles, count
 
+DUMPS_READ = ".*(packed-bundles-post-ra|pre-delay_hlo-static-per-bundle-utilization).*"
 _HEADING = "*-schedule-analysis_packed-bundles-post-ra.txt"
 _KERNEL = re.compile(
     r"%([\w.\-]+) = .*custom_call_target=\"tpu_custom_call\".*?(?:op_name=\"([^\"]*)\"|$)", re.M

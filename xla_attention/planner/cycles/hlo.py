@@ -1,8 +1,8 @@
 """Finds, in an optimized HLO module, how often each kernel runs and what its integer operands hold.
 
 Kernels that walk a schedule carry it as an integer operand: a constant, or in a loop one row of a constant
-for each iteration. A small evaluator of integer HLO follows operands back to constants; what depends on anything
-else is None.
+for each iteration. A small evaluator of integer HLO follows operands back to constants; what depends on
+anything else is None.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%([\w.\-]+) = (.*)$")
 _SHAPE = re.compile(r"(pred|[su]\d+)\[([\d,]*)\]")
 _DTYPES = {
-    "pred": np.bool_,
-    **{
-        f"{kind}{n}": np.dtype(f"{long}{n}").type
-        for kind, long in (("s", "int"), ("u", "uint"))
-        for n in (8, 16, 32, 64)
-    },
+    "pred": "bool",
+    **{f"s{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
 _TRIP_LIMIT = 100_000
 

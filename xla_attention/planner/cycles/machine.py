@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import collections
 import functools
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from pallas_kernels.hardware import Hardware
 from xla_attention.planner.cycles.hbm import DmaQueue
+from xla_attention.planner.cycles.operations import Values, operation, unsigned
 from xla_attention.planner.cycles.parse import Instruction, Operand, wrap
 from xla_attention.planner.cycles.program import Segment
 from xla_attention.planner.cycles.smem import words_of
@@ -25,49 +24,7 @@ from xla_attention.planner.cycles.smem import words_of
 _ALLOCATION_WORDS = 1 << 18  # apart from each other: more than any scalar memory
 _SEGMENT_LIMIT = 50_000_000
 
-
-def _unsigned(value: int) -> int:
-    return value % 2**32
-
-
-_ARITHMETIC: dict[str, Callable[..., int]] = {
-    "sadd": operator.add,
-    "ssub": operator.sub,
-    "smul": operator.mul,
-    "sand": operator.and_,
-    "sor": operator.or_,
-    "sxor": operator.xor,
-    "sshll": lambda a, b: a << b if b < 32 else 0,
-    "sshrl": lambda a, b: _unsigned(a) >> b if b < 32 else 0,
-    "sshra": lambda a, b: a >> min(b, 31),
-    "smin": min,
-    "smax": max,
-    "smov": lambda a: a,
-    "int_to_ptr": lambda a: a,
-    "scalar_lea": operator.add,
-    "pmov": lambda a: a,
-    "pneg": lambda a: 1 - a,
-    "pxor": operator.xor,
-}
-_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-# (the value that decides alone, whether the result is negated)
-_LOGIC = {"pand": (0, False), "pnand": (0, True), "por": (1, False), "pnor": (1, True)}
-
-
-@functools.cache
-def _function(op: str) -> Callable[..., int] | None:
-    """The function of its operands that an instruction is, if it is one."""
-    name, *types = op.split(".")
-    if name == "scmp":
-        compare = _COMPARISONS[types[0]]
-        if "u32" in types:
-            return lambda a, b: int(compare(_unsigned(a), _unsigned(b)))
-        return lambda a, b: int(compare(a, b))
-    if name in ("smin", "smax") and "u32" in types:
-        return lambda a, b: wrap(_ARITHMETIC[name](_unsigned(a), _unsigned(b)))
-    if name in _ARITHMETIC:
-        return lambda *values: wrap(_ARITHMETIC[name](*values))
-    return None
+Reader = Callable[[], int | None]
 
 
 class Machine:
@@ -100,25 +57,24 @@ class Machine:
         self.dma = DmaQueue(hardware)
         self.unknown: collections.Counter[int] = collections.Counter()
         self.unsupported: collections.Counter[str] = collections.Counter()
-        self._segments = segments
         self._operands = operands
         self._core = core
-        self._registers: dict[str, int | None] = {}
+        self._registers: dict[str | None, int | None] = {}
+        self._divisions: dict[str | None, tuple[int, int] | None] = {}
         self._memory: dict[int, int | None] = {}
         self._bases: dict[str, int] = {}
-        self._operand_at: dict[int, int] = {}
+        self._operand_at: dict[int | None, int] = {}
         self._special = {
-            "pand": self._logic,
-            "pnand": self._logic,
-            "por": self._logic,
-            "pnor": self._logic,
-            "scalar_select": self._select,
-            "core_id": lambda i, at: self._core,
+            "sdivrem": self._divide,
+            "quotient": functools.partial(self._divided, 0),
+            "remainder": functools.partial(self._divided, 1),
+            "core_id": lambda i, values: self._core,
             "sld": self._load,
             "sst": self._store,
             "inlined_call_operand": self._operand,
-            "dma": self._dma,
         }
+        self._segments = segments
+        self._code = [[self._step(i, s.start + offset, offset) for offset, i in s.code] for s in segments]
 
     def run(self) -> None:
         """Runs the program from its first segment past its last.
@@ -132,124 +88,139 @@ class Machine:
             segment = self._segments[index]
             self.runs[index] += 1
             if self.runs[index] > _SEGMENT_LIMIT:
-                raise RuntimeError(
-                    f"bundle {segment.start:#x} ran {_SEGMENT_LIMIT} times: the loop does not end"
-                )
-            # all at once: one may read what another replaces
-            merged = [self._value(i.operands[min(int(looped), len(i.operands) - 1)]) for i in segment.merges]
-            self._registers.update(zip([i.result for i in segment.merges], merged))
-            for offset, instruction in segment.code:
-                self._execute(instruction, segment.start + offset, offset)
+                raise RuntimeError(f"bundle {segment.start:#x} ran {_SEGMENT_LIMIT} times: an endless loop")
+            if segment.merges:  # all at once: one may read what another replaces
+                chosen = [i.operands[min(int(looped), len(i.operands) - 1)] for i in segment.merges]
+                merged = [self._reader(operand)() for operand in chosen]
+                self._registers.update(zip([i.result for i in segment.merges], merged))
+            for step in self._code[index]:
+                step()
             self.time += segment.stop - segment.start
-            index, looped = index + 1, False
-            if (branch := segment.branch) is not None and self._holds(
-                branch.guard, branch.at, if_unknown=False
-            ):
+            branch = segment.branch
+            if branch is not None and self._taken(branch.guard, branch.at):
                 index, looped = index_of[branch.target], branch.target <= branch.at
+            else:
+                index, looped = index + 1, False
 
-    def _execute(self, i: Instruction, at: int, offset: int) -> None:
-        name = i.op.partition(".")[0]
-        if i.guard is not None and name != "dma":
-            holds = self._register(i.guard)
-            if holds is None and name == "sst":
-                self._forget(i)
-            if holds is None and i.result:
-                self._registers[i.result] = None
-            if holds == 0 and i.result and i.otherwise is not None:
-                self._registers[i.result] = self._value(i.otherwise)
-            if not holds:
-                return
-        if name in self._special:
-            value = self._special[name](i, (at, offset))
-        elif function := _function(i.op):
-            values = [self._value(operand) for operand in i.operands]
-            value = None if None in values else function(*values)
-        else:
-            self.unsupported[name] += 1
-            value = None
-        if i.result:
-            self._registers[i.result] = value
+    def _taken(self, guard: str | None, at: int) -> bool:
+        if guard is None:
+            return True
+        value = self._reader(guard)()
+        if value is None:
+            self.unknown[at] += 1
+        return bool(value)
 
-    def _value(self, operand: Operand) -> int | None:
+    def _reader(self, operand: Operand) -> Reader:
+        """A function that reads an operand."""
         if isinstance(operand, int):
-            return operand
-        if isinstance(operand, str):
-            return self._base(operand) if operand.startswith("#") else self._register(operand)
-        terms = [self._value(term) for term in operand]
-        return None if None in terms else wrap(sum(terms))
+            return lambda: operand
+        if isinstance(operand, tuple):
+            readers = [self._reader(term) for term in operand]
+
+            def address() -> int | None:
+                terms = [read() for read in readers]
+                return None if None in terms else wrap(sum(terms))
+
+            return address if len(readers) > 1 else readers[0]
+        if operand.startswith("#"):
+            base = self._base(operand)
+            return lambda: base
+        read = functools.partial(self._registers.get, operand.removeprefix("!"))
+        return (lambda: None if (value := read()) is None else 1 - value) if operand[0] == "!" else read
 
     def _base(self, allocation: str) -> int:
         return self._bases.setdefault(allocation, (len(self._bases) + 1) * _ALLOCATION_WORDS)
 
-    def _register(self, name: str) -> int | None:
-        """The value of a register, or of a predicate's negation if ``!`` stands before it."""
-        value = self._registers.get(name.removeprefix("!"))
-        return 1 - value if value is not None and name.startswith("!") else value
-
-    def _holds(self, guard: str | None, at: int, *, if_unknown: bool) -> bool:
-        if guard is None:
-            return True
-        value = self._register(guard)
-        if value is None:
-            self.unknown[at] += 1
-            return if_unknown
-        return bool(value)
-
-    def _logic(self, i: Instruction, _: Any) -> int | None:
-        decisive, negated = _LOGIC[i.op.partition(".")[0]]
-        values = [self._value(operand) for operand in i.operands]
-        if decisive in values:
-            return decisive ^ negated
-        return None if None in values else (1 - decisive) ^ negated
-
-    def _select(self, i: Instruction, _: Any) -> int | None:
-        condition = self._value(i.operands[0])
-        return None if condition is None else self._value(i.operands[1 if condition else 2])
-
-    def _load(self, i: Instruction, _: Any) -> int | None:
-        address = self._value(i.operands[0])
-        return None if address is None else self._memory.get(address)
-
-    def _store(self, i: Instruction, _: Any) -> None:
-        address = self._value(i.operands[0])
-        if address is None:
-            self._forget(i)
+    def _step(self, i: Instruction, at: int, offset: int) -> Callable[[], None]:
+        """An instruction as a function, so that what never changes is looked up once."""
+        name = i.op.partition(".")[0]
+        readers = [self._reader(operand) for operand in i.operands]
+        guard = self._reader(i.guard) if i.guard else None
+        if name == "dma":
+            return functools.partial(self._dma, i, readers, guard, at, offset)
+        if name in self._special:
+            compute = functools.partial(self._special[name], i)
         else:
-            self._memory[address] = self._value(i.operands[1])
+            compute = operation(i.op) or functools.partial(self._not_supported, name)
+        registers, result = self._registers, i.result
 
-    def _forget(self, store: Instruction) -> None:
-        """After a store that may or may not have happened, or anywhere, what is there is unknown."""
-        address = self._value(store.operands[0])
+        def step() -> None:
+            registers[result] = compute([read() for read in readers])
+
+        if guard is None:
+            return step
+        otherwise = self._reader(i.otherwise) if i.otherwise is not None else None
+
+        def guarded() -> None:
+            holds = guard()
+            if holds:
+                step()
+            elif holds is None:
+                registers[result] = None
+                if name == "sst":
+                    self._forget(readers[0]())
+            elif otherwise:
+                registers[result] = otherwise()
+
+        return guarded
+
+    def _not_supported(self, name: str, values: Values) -> None:
+        self.unsupported[name] += 1
+
+    def _divide(self, i: Instruction, values: Values) -> None:
+        known = None not in values and values[1] != 0 and i.op.endswith(".u32")
+        self._divisions[i.result] = divmod(*map(unsigned, values)) if known else None
+
+    def _divided(self, part: int, i: Instruction, values: Values) -> int | None:
+        results = self._divisions.get(i.operands[0])
+        return None if results is None else wrap(results[part])
+
+    def _load(self, i: Instruction, values: Values) -> int | None:
+        return self._memory.get(values[0])
+
+    def _store(self, i: Instruction, values: Values) -> None:
+        if values[0] is None:
+            self._forget(None)
+        else:
+            self._memory[values[0]] = values[1]
+
+    def _forget(self, address: int | None) -> None:
+        """What is at an address that may have been written, or anywhere if that is None, is unknown."""
         for known in [address] if address is not None else list(self._memory):
             self._memory[known] = None
 
-    def _operand(self, i: Instruction, _: Any) -> int | None:
-        index = int(re.search(r"index: (\d+), kind: (\w+)", i.text)[1])
-        known = self._operands.get(index) if "kind: input" in i.text else None
+    def _operand(self, i: Instruction, values: Values) -> int | None:
+        index, kind = re.search(r"index: (\d+), kind: (\w+)", i.text).groups()
+        known = self._operands.get(int(index)) if kind == "input" else None
         if "no memory space" in i.text:  # a scalar, passed by value
             return None if known is None else int(known.ravel()[0])
         base = self._base(i.result)
         if i.op.endswith("smem"):
             self._fill(base, known)
-        self._operand_at |= {base: index, wrap(base << 4): index} if "kind: input" in i.text else {}
+        if known is not None:
+            self._operand_at |= {base: int(index), wrap(base << 4): int(index)}
         return base
 
     def _fill(self, base: int, array: np.ndarray | None) -> None:
         if array is not None:
             self._memory.update(enumerate(words_of(array).tolist(), base))
 
-    def _dma(self, i: Instruction, place: tuple[int, int]) -> None:
-        at, offset = place
-        if i.guard is not None and not self._holds(i.guard, at, if_unknown=True):
+    def _dma(
+        self, i: Instruction, readers: Sequence[Reader], guard: Reader | None, at: int, offset: int
+    ) -> None:
+        """Starts a transfer, or waits for one; it does so too where it is not known whether."""
+        holds = guard() if guard else 1
+        if holds == 0:
             return
-        values = [self._value(operand) for operand in i.operands]
-        if i.op.startswith("dma.done"):
-            flag, granules = values[:2]
-            self.time += self.dma.wait(self.time + offset, granules or 0, flag)
-            return
-        source, granules, destination, flag = values[:4]
-        if granules is None:
+        values = [read() for read in readers]
+        granules = values[1]
+        if holds is None or granules is None:
             self.unknown[at] += 1
+        now = self.time + offset
+        if i.op.startswith("dma.done"):
+            self.time += self.dma.wait(now, granules or 0, values[0])
+            return
+        source, _, destination, flag = values[:4]
         if i.op.endswith("_to_smem") and destination is not None:
             self._fill(destination, self._operands.get(self._operand_at.get(source)))
-        self.dma.start(self.time + offset, granules or 0, flag, hbm="hbm" in i.op)
+        self.dma.start(now, granules or 0, flag, hbm="hbm" in i.op)

@@ -80,6 +80,7 @@ def parse_bundles(text: str) -> list[Bundle]:
         ValueError: a bundle is missing from the text.
     """
     bundles: list[Bundle] = []
+    popped: set[tuple[Operand, ...]] = set()
     # Only a comment says that this load is where a core learns which of its chip's cores it is.
     for line in _without_comments(_CORE_ID.sub("core_id", text)).splitlines():
         match = _BUNDLE.match(line)
@@ -87,8 +88,13 @@ def parse_bundles(text: str) -> list[Bundle]:
             continue
         if int(match[1], 0) != len(bundles):
             raise ValueError(f"bundles: got {match[1]} after {len(bundles) - 1:#x}")
-        instructions = [_instruction(part.strip()) for part in match[3].split(";;")]
-        bundles.append(Bundle(match[2].count(">"), tuple(i for i in instructions if i)))
+        instructions = [i for part in match[3].split(";;") if (i := _instruction(part.strip()))]
+        for n, i in enumerate(instructions):
+            if i.op == "spop.drf":  # a division's results are popped from a queue, the quotient first
+                op = "remainder" if i.operands in popped else "quotient"
+                popped.add(i.operands)
+                instructions[n] = dataclasses.replace(i, op=op)
+        bundles.append(Bundle(match[2].count(">"), tuple(instructions)))
     return bundles
 
 

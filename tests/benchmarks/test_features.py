@@ -1,0 +1,88 @@
+"""`xla-attention bench features`: a few of its cases, and what it says when one is wrong."""
+
+import os
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from xla_attention.benchmarks import feature_cases, features
+
+
+def run(*options):
+    from xla_attention.cli import app
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # the command's would stay
+        return CliRunner().invoke(app, ["bench", "features", *options])
+
+
+def test_quick_cases_are_within_the_limits(first_device):
+    result = run("--quick", "--verbose")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    cases = feature_cases.grid(quick=True)
+    assert len(cases) == 12
+    for case in cases:
+        (row,) = [line for line in lines if str(case) in line]
+        results = 5 + (case.score.bias is not None) + case.score.sinks
+        assert row.count("/") - str(case).count("/") == results
+    assert "12 cases, 12 measured" in result.output
+    assert "; 0 failures" in result.output
+
+
+def test_what_is_wrong_is_told_and_fails_the_command(first_device, monkeypatch):
+    """An operator whose window is one key short, and one that raises."""
+    shape = feature_cases.Shape(1, 2, 1, 60, 60, 16, 16)
+    cases = [
+        feature_cases.Case(mask, feature_cases.Score(), shape, torch.float32)
+        for mask in (feature_cases.window, feature_cases.prefix, feature_cases.causal)
+    ]
+    operator = features.flash_attention
+
+    def wrong(*args, sliding_window=None, mask=None, **options):
+        if mask is not None:
+            raise RuntimeError("no such mask")
+        return operator(*args, sliding_window=sliding_window and sliding_window - 1, **options)
+
+    monkeypatch.setattr(features, "grid", lambda quick: cases)
+    monkeypatch.setattr(
+        features,
+        "flash_attention",
+        lambda *args, **options: (
+            wrong(*args, **options) if args or options["q"].device.type == "xla" else operator(**options)
+        ),
+    )
+    result = run()
+    assert result.exit_code == 1
+    told = [line for line in result.output.splitlines() if line.startswith("failed:")]
+    assert len(told) == 6
+    assert {line.split("; ")[0] for line in told} == {"failed: window", "failed: prefix"}
+    (raised,) = [line for line in told if "prefix" in line]
+    assert "RuntimeError: no such mask" in raised
+    assert "3 cases, 2 measured" in result.output
+
+
+def test_the_grid_is_wide_enough():
+    grid = feature_cases.grid()
+    assert len(grid) >= 300
+    assert len(set(map(str, grid))) == len(grid)
+    shapes = set(feature_cases.SHAPES)
+    for kind in ("mask", "score"):
+        for value in {getattr(case, kind) for case in grid}:
+            assert {case.shape for case in grid if getattr(case, kind) == value} == shapes
+
+
+@pytest.mark.parametrize(
+    ("definition", "flex", "passes"),
+    [(1.9e-6, 1.9e-6, True), (2.1e-6, 0.0, False), (0.0, 2.1e-6, False), (float("nan"), 0.0, False)],
+)
+def test_limits(definition, flex, passes):
+    case = feature_cases.grid()[0]
+    assert features.Error(case, "o", definition, flex).passes is passes
+
+
+def test_a_row_that_sees_nothing_must_do_so_in_both():
+    want = torch.tensor([0.0, -torch.inf, 3.0], dtype=torch.float64)
+    assert features._distance(want.float(), want) == 0
+    assert features._distance(torch.tensor([0.0, -1e30, 3.0]), want) == torch.inf

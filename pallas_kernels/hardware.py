@@ -14,7 +14,7 @@ class Hardware:
         vmem_bytes: vector memory of one core, in bytes.
         cores: TensorCores of one chip.
         mxu: side of the systolic array, in elements.
-        mxus: systolic arrays of one core.
+        flops_per_cycle: bf16 FLOPs of one core in one cycle.
         clock_hz: TensorCore clock, in Hz.
         hbm_bytes: memory of one chip, in bytes.
         hbm_bytes_per_second: memory bandwidth of one chip.
@@ -24,7 +24,7 @@ class Hardware:
     vmem_bytes: int
     cores: int
     mxu: int
-    mxus: int
+    flops_per_cycle: int
     clock_hz: float
     hbm_bytes: int
     hbm_bytes_per_second: float
@@ -35,11 +35,6 @@ class Hardware:
         return self.name == "interpreter"
 
     @property
-    def flops_per_cycle(self) -> int:
-        """bf16 FLOPs of one core in one cycle."""
-        return 2 * self.mxu * self.mxu * self.mxus
-
-    @property
     def peak_flops(self) -> float:
         """bf16 FLOP/s of one chip."""
         return self.flops_per_cycle * self.cores * self.clock_hz
@@ -47,10 +42,10 @@ class Hardware:
 
 MIB, GIB = 2**20, 2**30
 
-V4 = Hardware("v4", 16 * MIB, 2, 128, 4, 1.05e9, 32 * GIB, 1228e9)
-V5E = Hardware("v5e", 128 * MIB, 1, 128, 4, 1.5e9, 16 * GIB, 819e9)
-V5P = Hardware("v5p", 64 * MIB, 2, 128, 4, 1.75e9, 95 * GIB, 2765e9)
-V6E = Hardware("v6e", 128 * MIB, 1, 256, 2, 1.75e9, 32 * GIB, 1640e9)
+V4 = Hardware("v4", 16 * MIB, 2, 128, 2**17, 1.05e9, 32 * GIB, 1228e9)
+V5E = Hardware("v5e", 128 * MIB, 1, 128, 2**17, 1.5e9, 16 * GIB, 819e9)
+V5P = Hardware("v5p", 64 * MIB, 2, 128, 2**17, 1.75e9, 95 * GIB, 2765e9)
+V6E = Hardware("v6e", 128 * MIB, 1, 256, 2**19, 1.75e9, 32 * GIB, 1640e9)
 # The interpreter runs the same programs on any host; its limits are the largest TPU's.
 INTERPRETER = dataclasses.replace(V5E, name="interpreter")
 

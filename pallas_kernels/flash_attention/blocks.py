@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from pallas_kernels.hardware import Hardware
+
+LANES = 128  # elements of a register's minor dimension: what VMEM pads head_dim to
+
+
+def _check_positive(blocks: Any) -> None:
+    for field in dataclasses.fields(blocks):
+        value = getattr(blocks, field.name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            least, unit = (
+                (0, 1) if field.name == "ahead" else (1, 1) if field.name == "unroll" else (LANES, LANES)
+            )
+            if value < least or value % unit:
+                raise ValueError(f"{field.name}: got {value}, must be a multiple of {unit}, at least {least}")
+
+
+def _check_divides(blocks: Any, part: str, whole: str) -> None:
+    if getattr(blocks, whole) % getattr(blocks, part):
+        raise ValueError(f"{part}: got {getattr(blocks, part)}, must divide {whole}={getattr(blocks, whole)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +56,14 @@ class ForwardBlocks:
     single_buffer: bool = False
     mxu_row_sums: bool = False
 
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        _check_divides(self, "tile_q", "block_q")
+        _check_divides(self, "border", "block_q")
+        _check_divides(self, "border", "block_kv")
+        if self.memory_kv is not None:
+            _check_divides(self, "block_kv", "memory_kv")
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardBlocks:
@@ -68,6 +95,16 @@ class BackwardBlocks:
     single_buffer: bool = False
     transposed: bool = False
 
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        _check_divides(self, "tile_kv", "block_kv")
+        _check_divides(self, "tile_q", "block_q")
+        _check_divides(self, "border", "block_q")
+        _check_divides(self, "border", "block_kv")
+        _check_divides(self, "block_q", "memory_q")
+        if self.chunk_q is not None:
+            _check_divides(self, "memory_q", "chunk_q")
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
@@ -93,8 +130,6 @@ BACKWARD = {
     "v6e": BackwardBlocks(block_kv=2048, tile_q=256, border=256, ahead=3, transposed=True),
     "interpreter": BackwardBlocks(block_kv=512, block_q=512, tile_kv=512, border=256, ahead=0),
 }
-
-LANES = 128  # elements of a register's minor dimension: what VMEM pads head_dim to
 
 
 def round_up(n: int, unit: int) -> int:
@@ -175,23 +210,35 @@ def choose_backward(
 ) -> BackwardBlocks:
     """Blocks of the backward pass, as :func:`choose_forward`; ``group``: query heads of one key head."""
     base = BACKWARD[hardware.name]
-    if 2 * base.block_kv * base.block_q * bias_itemsize > 0.3 * hardware.vmem_bytes:
-        base = dataclasses.replace(base, block_kv=base.block_kv // 2, block_q=base.block_q // 2)
-    block_kv, block_q = _even(kv_len, base.block_kv), _even(q_len, base.block_q)
     lanes = round_up(head_dim, LANES)
+    # k, v and their gradients, each in two buffers, and the sums of the gradients
+    key_bytes = (lanes + round_up(value_dim, LANES)) * (4 * itemsize + 4)
+    while base.block_kv > 256 and (
+        base.block_kv * key_bytes > 0.4 * hardware.vmem_bytes
+        or 2 * base.block_kv * base.block_q * bias_itemsize > 0.3 * hardware.vmem_bytes
+    ):
+        base = dataclasses.replace(
+            base,
+            block_kv=base.block_kv // 2,
+            block_q=max(base.block_q // 2, 256),
+            tile_q=min(base.tile_q, max(base.block_q // 2, 256)),
+            tile_kv=min(base.tile_kv, base.block_kv // 2),
+        )
+    block_kv, block_q = _even(kv_len, base.block_kv), _even(q_len, base.block_q)
     column_bytes = itemsize * (lanes + 2 * round_up(value_dim, LANES))  # of q, o and do
     dq_bytes = 4 * group * (head_dim if base.transposed else lanes)
-    q_padded = round_up(q_len, max(block_q, block_kv) if q_len > block_q else block_q)
-    vmem = int(0.75 * hardware.vmem_bytes)
+    # Memory in whole key blocks lets the dq that a key block completes leave at once.
+    unit = block_kv if block_kv % block_q == 0 and q_len > block_q else block_q
+    q_padded = round_up(q_len, unit)
+    vmem = min(0.75 * hardware.vmem_bytes, 0.9 * hardware.vmem_bytes - block_kv * key_bytes)
     memory_q, chunk_q, single_buffer = q_padded, None, False
     column_bytes += block_kv * bias_itemsize
     if bias_itemsize and q_padded > 2048:
-        memory_q = 2048 // max(block_q, block_kv) * max(block_q, block_kv)
+        memory_q = max(2048 // unit, 1) * unit
     elif q_padded * (2 * column_bytes + dq_bytes) > vmem:
         if q_padded * (column_bytes + dq_bytes) <= vmem:
             single_buffer = True
         else:
-            unit = max(block_q, block_kv)
             memory_q = max(int(0.3 * hardware.vmem_bytes) // (2 * column_bytes) // unit, 1) * unit
             if round_up(q_len, memory_q) * dq_bytes > 0.4 * hardware.vmem_bytes:
                 memory_q = max(memory_q // 2 // unit, 1) * unit

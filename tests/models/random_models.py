@@ -29,7 +29,19 @@ CONFIGS = {
     "llama_linear": transformers.LlamaConfig(**COMMON, rope_scaling={"type": "linear", "factor": 2.0}),
     "llama_head_dim": transformers.LlamaConfig(**COMMON, head_dim=24),
     "mistral": transformers.MistralConfig(**COMMON, sliding_window=64),
+    "mistral_window": transformers.MistralConfig(**COMMON, sliding_window=11),  # the tests give 48 tokens
+    "mistral_all": transformers.MistralConfig(**COMMON, sliding_window=None),
     "qwen2": transformers.Qwen2Config(**COMMON, use_sliding_window=False),
+    "qwen2_window": transformers.Qwen2Config(
+        **COMMON, use_sliding_window=True, sliding_window=11, max_window_layers=1
+    ),
+    "qwen3_window": transformers.Qwen3Config(
+        **COMMON,
+        head_dim=32,
+        use_sliding_window=True,
+        sliding_window=11,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "qwen2_tied": transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**COMMON, head_dim=32),
     "gpt2": transformers.GPT2Config(

@@ -37,6 +37,7 @@ def test_logits_match_and_survive_the_way_back(name, tmp_path):
     save_model(ours, tmp_path / "ours")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     assert type(back) is type(theirs)
+    assert getattr(back.config, "sliding_window", None) == getattr(theirs.config, "sliding_window", None)
     assert torch.equal(their_logits(back), expected)
 
 

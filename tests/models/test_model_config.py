@@ -67,6 +67,15 @@ def test_what_transformers_writes_is_read(name, tmp_path):
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+        ({"sliding_window": 64}, "sliding_window=64: llama has none; mistral is llama with one"),
+        (
+            {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention"] * 2},
+            "layer_types: mistral has none",
+        ),
+        (
+            {"model_type": "qwen2", "num_key_value_heads": 2, "layer_types": ["full_attention"]},
+            "layer_types: got 1, num_hidden_layers is 2",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; only 1.0 is"),
     ],

@@ -47,7 +47,7 @@ def test_one_step_equals_eager_torch(name, first_device):
         )
 
 
-@pytest.mark.parametrize("name", ["llama3_scaling", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3_scaling", "qwen3", "mistral_window", "gpt2"])
 def test_a_checkpoint_gives_its_logits(name, tmp_path, first_device):
     theirs = their_model(name)
     theirs.save_pretrained(tmp_path)

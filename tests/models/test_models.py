@@ -141,13 +141,38 @@ def test_too_long_a_sequence_is_refused(config):
         build_model(config, device="meta")(token_ids(length=65))
 
 
-def test_a_window_counts_only_where_it_hides_something():
-    values = LLAMA_CONFIG.model_dump() | {"sliding_window": 40}
-    mistral = build_model(LlamaConfig(**values | {"model_type": "mistral"}))
-    assert mistral(token_ids(length=40)).shape == (2, 40, 96)
-    with pytest.raises(ValueError, match="sliding_window .* is 40"):
-        mistral(token_ids(length=41))
-    qwen = LlamaConfig(**values | {"model_type": "qwen2"})
-    assert build_model(qwen)(token_ids(length=41)).shape == (2, 41, 96)
-    with pytest.raises(ValueError, match="sliding_window"):
-        build_model(qwen.model_copy(update={"use_sliding_window": True}))(token_ids(length=41))
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "mistral"}, [40, 40, 40]),
+        ({"model_type": "mistral", "sliding_window": None}, [None, None, None]),
+        ({"model_type": "qwen2"}, [None, None, None]),
+        ({"model_type": "qwen2", "use_sliding_window": True}, [None, None, None]),  # from layer 28 on
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, [None, 40, 40]),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            [40, None, 40],
+        ),
+    ],
+)
+def test_each_layer_has_its_window(changes, windows):
+    values = LLAMA_CONFIG.model_dump() | {"sliding_window": 40, "num_hidden_layers": 3}
+    model = build_model(LlamaConfig(**values | changes), device="meta")
+    assert [block.self_attn.window for block in model.blocks] == windows
+
+
+def test_a_window_hides_what_lies_before_it():
+    """A token that no layer's window reaches changes nothing; the first that one does, does."""
+    values = LLAMA_CONFIG.model_dump() | {"model_type": "mistral", "sliding_window": 5}
+    model = build_model(LlamaConfig(**values))
+    reach = 4 * LLAMA_CONFIG.num_hidden_layers  # each layer sees 4 tokens further back
+    ids = token_ids(batch=1, length=40)
+    changed = ids.clone()
+    changed[0, 10] = (ids[0, 10] + 1) % 96
+    with torch.no_grad():
+        same = (model(ids) == model(changed)).all(-1)[0]
+    assert same.tolist() == [not 10 <= n <= 10 + reach for n in range(40)]

@@ -8,7 +8,7 @@ import torch_xla
 import torch_xla.debug.metrics as met
 
 from pallas_kernels.flash_attention import AttentionSpec, Operands
-from xla_attention import flash_attention
+from xla_attention import flash_attention, masks
 from xla_attention.bridge import intern_static
 from xla_attention.ops import flash_ops
 
@@ -51,6 +51,36 @@ def test_calls_reuse_one_computation(first_device):
     assert len(flash_ops._kernel_forward._computations) == before
     flash_attention(q, k, v, scale=0.124)
     assert len(flash_ops._kernel_forward._computations) == before + 1
+
+
+def test_lengths_are_data(first_device):
+    """200 values of kv_lens and q_lens: lowered once, compiled once, and each value counts."""
+    q, k, v = (x.detach() for x in inputs(first_device, 24, 200))
+    want = inputs("cpu", 24, 200)
+    lowered, counts, answers = len(flash_ops._kernel_forward._computations), [], []
+    for n in range(1, 201):
+        lens = torch.tensor([n]).to(first_device)
+        answers.append(flash_attention(q, k, v, kv_lens=lens, q_lens=lens).cpu())
+        counts.append(compiles())
+    assert len(flash_ops._kernel_forward._computations) == lowered + 1
+    assert counts[0] == counts[-1]
+    for n in (1, 17, 200):
+        lens = torch.tensor([n])
+        close([answers[n - 1]], [flash_attention(*want, kv_lens=lens, q_lens=lens).detach()])
+    assert len({x.sum().item() for x in answers}) == 200
+
+
+def test_segments_and_biases_are_data_in_training(first_device):
+    counts = []
+    for seed in range(3):
+        q, k, v = inputs(first_device, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        bias = torch.randn(1, 4, 24, 24, generator=generator).to(first_device).requires_grad_()
+        ids = torch.randint(0, 3, (1, 24), generator=generator).to(first_device)
+        flash_attention(q, k, v, bias=bias, segment_ids=ids).square().sum().backward()
+        torch_xla.sync()
+        counts.append(compiles())
+    assert counts[1] == counts[2]
 
 
 def test_training_steps_compile_once_and_equal_eager_torch(first_device):
@@ -103,6 +133,52 @@ def test_torch_compile_with_lse_and_frozen_key(first_device, fresh_dynamo):
     torch.compile(both, backend="openxla", fullgraph=True)(*ours).backward()
     assert ours[1].grad is None
     close([ours[0].grad, ours[2].grad], [lazy[0].grad, lazy[2].grad])
+
+
+MASK = masks.Causal(3) & ~masks.Chunked(7)  # Dynamo cannot follow ~ on an object: made outside
+
+
+def test_torch_compile_with_everything(first_device, fresh_dynamo):
+    def attention(q, k, v, bias, sinks, slopes, shown, ids, lens):
+        return flash_attention(
+            q,
+            k,
+            v,
+            mask=MASK,
+            bias=bias.masked_fill(shown, -torch.inf),
+            sinks=sinks,
+            alibi_slopes=slopes,
+            segment_ids=(ids, ids),
+            kv_lens=lens,
+            sliding_window=(9, None),
+            softcap=3.0,
+        )
+
+    def arguments():
+        generator = torch.Generator().manual_seed(1)
+        bias, sinks = torch.randn(1, 4, 24, 24, generator=generator), torch.randn(4, generator=generator)
+        frozen = sinks.abs(), bias > 1, torch.arange(24)[None] // 9, torch.tensor([20])
+        trained = [x.to(first_device).requires_grad_() for x in (bias, sinks)]
+        return [*inputs(first_device), *trained, *(x.to(first_device) for x in frozen)]
+
+    lazy, ours = arguments(), arguments()
+    want, got = attention(*lazy), torch.compile(attention, backend="openxla", fullgraph=True)(*ours)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    close([got, *(x.grad for x in ours[:5])], [want, *(x.grad for x in lazy[:5])])
+
+
+def test_torch_compile_with_a_dense_mask(first_device, fresh_dynamo):
+    def attention(q, k, v, shown):
+        return flash_attention(q, k, v, mask=shown, is_causal=True, sliding_window=9)
+
+    shown = (torch.arange(24 * 24).reshape(1, 1, 24, 24) % 3 > 0).to(first_device)
+    lazy, ours = inputs(first_device), inputs(first_device)
+    want = attention(*lazy, shown)
+    got = torch.compile(attention, backend="openxla", fullgraph=True)(*ours, shown)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    close([got, *(x.grad for x in ours)], [want, *(x.grad for x in lazy)])
 
 
 def test_torch_compile_is_not_disturbed_by_other_attention(first_device, fresh_dynamo):

@@ -100,7 +100,7 @@ def test_keys_stream_where_a_head_does_not_fit():
         (lambda: ForwardBlocks(memory_kv=700), "memory_kv"),
         (lambda: BackwardBlocks(block_kv=256, tile_kv=192), "tile_kv"),
         (lambda: BackwardBlocks(block_q=256, memory_q=512, tile_q=192), "tile_q"),
-        (lambda: BackwardBlocks(block_q=256, memory_q=300), "memory_q"),
+        (lambda: BackwardBlocks(memory_q=1500), "memory_q"),
         (lambda: BackwardBlocks(memory_q=4096, chunk_q=5000), "chunk_q"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -79,7 +79,7 @@ OTHERS = [
     ("mask", "wanted", "blocks"), [*SOME, *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS)]
 )
 def test_operands(mask, wanted, blocks):
-    case = Case((2, 4, 2, 400, 400, 32), mask, block_sizes=blocks)
+    case = Case((2, 2, 1, 330, 330, 32), mask, block_sizes=blocks)
     check(case, make(case, wanted))
 
 
@@ -89,9 +89,7 @@ def test_bias_is_broadcast(shape):
     check(case, make(case, {"bias"}, bias_shape=shape))
 
 
-@pytest.mark.parametrize(
-    ("mask", "dtype"), [(Full(), "float32"), (Causal(33), "float32"), (Causal(33), "bfloat16")], ids=str
-)
+@pytest.mark.parametrize(("mask", "dtype"), [(Full(), "float32"), (Causal(33), "bfloat16")], ids=str)
 def test_alibi_counts_from_the_query_offset(mask, dtype):
     case = Case((1, 4, 1, 130, 163, 32), mask, query_offset=33, dtype=dtype)
     check(case, make(case, {"alibi"}))

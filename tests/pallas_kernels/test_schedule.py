@@ -214,7 +214,7 @@ FEW_TILINGS = st.sampled_from(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(masks, FEW_TILINGS, st.booleans(), st.integers(1, 2), st.data())
 def test_narrowed_steps_compute_each_pair_of_a_segment_once(mask, t, rows_are_queries, repeats, data):
     """What is not masked holds no pair of two segments; a border that segments share is masked whole."""

@@ -42,10 +42,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, changes):
     whole = train(config(tmp_path / "whole", **changes), QUIET)
 
     parts = tmp_path / "parts"
-    interval = {"checkpoint": {"interval": 5}}
-    train(config(parts, **changes, **interval), QUIET)
-    shutil.rmtree(parts / "checkpoints" / "step-00000012")
-    shutil.rmtree(parts / "checkpoints" / "step-00000010")
+    train(config(parts, **changes, checkpoint={"interval": 5, "keep_last": 3}), QUIET)
+    for later in ("step-00000010", "step-00000012"):
+        shutil.rmtree(parts / "checkpoints" / later)
+    assert names(parts) == ["step-00000005"]
     resumed = train(config(parts, **changes), QUIET)
 
     assert losses(parts) == losses(tmp_path / "whole")

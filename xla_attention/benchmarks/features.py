@@ -27,8 +27,9 @@ Results = dict[str, Tensor]  # by quantity, on the CPU
 Attention = Callable[[Problem, dict[str, Tensor]], tuple[Tensor, Tensor]]
 
 # bfloat16 rounds to within 2^-9. Probabilities are rounded, and so is o; of a gradient, so are two factors,
-# one of which, P (dP - delta), is a difference. Of lse, only what the MXU sums is rounded (v4, v6e).
-BFLOAT16_LIMITS = {"o": 2**-8, "lse": 2**-9} | dict.fromkeys(QUANTITIES[2:], 2**-7)
+# one of which, P (dP - delta), is a difference. Of lse, only what the MXU sums is rounded (v4, v6e). A sink's
+# gradient is one sum over all queries: what o's rounding adds to its terms stays when they cancel.
+BFLOAT16_LIMITS = {"o": 2**-8, "lse": 2**-9} | dict.fromkeys(QUANTITIES[2:], 2**-7) | {"dsinks": 2**-5}
 LIMITS = {
     torch.float32: FLOAT32_LIMITS | {"dbias": 1e-5, "dsinks": 1e-5},
     torch.bfloat16: BFLOAT16_LIMITS,

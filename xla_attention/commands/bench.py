@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from xla_attention.commands import case_options as options
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -74,17 +76,15 @@ def bench_features(
 
 @bench_app.command("kernels")
 def bench_kernels(
-    topology: Annotated[
-        list[str], typer.Option(help="TPU slice, such as v5e:2x2 or v5p-8; may be given several times.")
-    ],
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
-    seq_len: Annotated[int, typer.Option(help="Queries and keys of one sequence.")] = 4096,
-    head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    mask: Annotated[str, typer.Option(help="causal, full, or window:N for N keys.")] = "causal",
-    passes: Annotated[str, typer.Option("--pass", help="forward, backward, or both.")] = "forward,backward",
+    topology: options.Topologies,
+    batch: options.Batch = 1,
+    heads: options.Heads = 8,
+    kv_heads: options.KvHeads = 8,
+    seq_len: options.SeqLen = 4096,
+    head_dim: options.HeadDim = 128,
+    dtype: options.Dtype = "bfloat16",
+    mask: options.MaskName = "causal",
+    passes: options.Passes = "forward,backward",
 ) -> None:
     """Compare our kernels with JAX's flash and splash attention by the TPU compiler's schedules.
 
@@ -117,19 +117,17 @@ def bench_kernels(
 
 @bench_app.command("memory")
 def bench_memory(
-    topology: Annotated[
-        list[str], typer.Option(help="TPU slice, such as v5e:2x2 or v5p-8; may be given several times.")
-    ],
+    topology: options.Topologies,
     seq_len: Annotated[
         list[int] | None,
         typer.Option(help="A length; may be given several times.  [default: 8k, 32k and 128k]"),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    mask: Annotated[str, typer.Option(help="causal, full, or window:N for N keys.")] = "causal",
+    batch: options.Batch = 1,
+    heads: options.Heads = 8,
+    kv_heads: options.KvHeads = 8,
+    head_dim: options.HeadDim = 128,
+    dtype: options.Dtype = "bfloat16",
+    mask: options.MaskName = "causal",
 ) -> None:
     """Print the device memory of our kernels, compiled for a TPU, as the sequence grows.
 

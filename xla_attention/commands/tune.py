@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from xla_attention.commands import case_options as options
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -15,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def tune_command(
-    topology: Annotated[str, typer.Option(help="TPU slice, such as v5e:2x2 or v5p-8.")],
-    seq_len: Annotated[int, typer.Option(help="Queries and keys of one sequence.")],
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    mask: Annotated[str, typer.Option(help="causal, full, or window:N for N keys.")] = "causal",
-    passes: Annotated[str, typer.Option("--pass", help="forward, backward, or both.")] = "forward,backward",
+    topology: options.Topology,
+    seq_len: options.SeqLen,
+    batch: options.Batch = 1,
+    heads: options.Heads = 8,
+    kv_heads: options.KvHeads = 8,
+    head_dim: options.HeadDim = 128,
+    dtype: options.Dtype = "bfloat16",
+    mask: options.MaskName = "causal",
+    passes: options.Passes = "forward,backward",
     limit: Annotated[int, typer.Option(min=1, help="Choices to compile at most, in each pass.")] = 40,
     write: Annotated[
         bool, typer.Option(help="Put the winner into the table that the kernels choose by.")

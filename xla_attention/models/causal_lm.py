@@ -54,7 +54,7 @@ class CausalLM(nn.Module):
             Logits `[batch, seq, vocab_size]` in the weights' dtype; with labels, their `next_token_loss`.
 
         Raises:
-            ValueError: the sequence is longer than the model's positions or than its sliding window.
+            ValueError: the sequence is longer than the model's positions.
         """
         logits = self.logits(self.hidden_states(input_ids))
         return logits if labels is None else next_token_loss(logits, labels)

@@ -204,6 +204,8 @@ def _common_dtype(stored: dict[str, Stored]) -> torch.dtype:
 
 def _config_json(config: GPTConfig | LlamaConfig, layout: Layout, dtype: str) -> dict[str, Any]:
     fields = config.model_dump(exclude={"other"}, exclude_none=True)
+    if isinstance(config, LlamaConfig) and config.model_type != "llama":
+        fields.setdefault("sliding_window", None)  # left out, it would be 4096 to transformers
     # "dtype" is what newer files call "torch_dtype".
     other = {key: value for key, value in config.other.items() if key != "dtype"}
     return {**other, "architectures": [layout.architecture], **fields, "torch_dtype": dtype}

@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_validator,
@@ -128,7 +129,9 @@ class LlamaConfig(ModelConfig):
         num_key_value_heads: left out, a `llama` has one for each head; the other types must say.
         head_dim: left out, `hidden_size // num_attention_heads`; `qwen3` must say.
         attention_bias: bias on q, k, v and o. Qwen2 has one on q, k and v whatever this says.
-        sliding_window: Mistral's window; for Qwen it counts only if `use_sliding_window`.
+        sliding_window: keys that a query sees, itself included, in every layer of Mistral; in Qwen only if
+            `use_sliding_window`, and then in the layers that `layer_types` calls `"sliding_attention"`, or,
+            without `layer_types`, from layer `max_window_layers` on.
     """
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
@@ -147,6 +150,8 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool = False
     sliding_window: PositiveInt | None = None
     use_sliding_window: bool = False
+    max_window_layers: NonNegativeInt = 28
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -188,10 +193,25 @@ class LlamaConfig(ModelConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embedding")
+        if self.model_type == "llama" and self.sliding_window is not None:
+            raise ValueError(
+                f"sliding_window={self.sliding_window}: llama has none; mistral is llama with one"
+            )
+        if self.layer_types is not None:
+            if not self.model_type.startswith("qwen"):
+                raise ValueError(f"layer_types: {self.model_type} has none, only qwen2 and qwen3")
+            if len(self.layer_types) != self.num_hidden_layers:
+                raise ValueError(
+                    f"layer_types: got {len(self.layer_types)}, num_hidden_layers is {self.num_hidden_layers}"
+                )
         return self
 
-    @property
-    def window(self) -> int | None:
-        """Keys that a query may see, itself included; None for all."""
-        qwen = self.model_type.startswith("qwen")
-        return self.sliding_window if self.use_sliding_window or not qwen else None
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of this layer sees, itself included; None for all before it."""
+        if self.model_type == "mistral":
+            return self.sliding_window
+        if self.layer_types is not None:
+            slides = self.layer_types[layer] == "sliding_attention"
+        else:
+            slides = layer >= self.max_window_layers
+        return self.sliding_window if self.use_sliding_window and slides else None

@@ -25,10 +25,11 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with fewer key-value heads than heads (GQA) where the config says so."""
+    """Causal attention, over a window and with fewer key-value heads (GQA) where the config says so."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
+        self.window = config.window(layer)
         self.head_dim = config.head_dim
         q_width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
@@ -47,7 +48,8 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         v = self.v_proj(x).view(heads).transpose(1, 2)
-        o = flash_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, is_causal=True)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        o = flash_attention(q, k, v, is_causal=True, sliding_window=self.window)
         return self.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -65,10 +67,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -81,7 +83,7 @@ class Transformer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
 
@@ -111,16 +113,8 @@ class Llama(CausalLM):
     def blocks(self) -> nn.ModuleList:
         return self.model.layers
 
-    @property
-    def max_length(self) -> int:
-        positions, window = self.config.max_position_embeddings, self.config.window
-        return positions if window is None else min(positions, window)
-
     def hidden_states(self, input_ids: Tensor) -> Tensor:
-        length = input_ids.shape[1]
-        check_length(length, self.config.max_position_embeddings, "max_position_embeddings")
-        if self.config.window is not None:
-            check_length(length, self.config.window, "sliding_window (not built into the attention yet)")
+        check_length(input_ids.shape[1], self.config.max_position_embeddings, "max_position_embeddings")
         return self.model(input_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:

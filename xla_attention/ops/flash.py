@@ -72,8 +72,8 @@ def flash_attention(
         scale: factor of the logits, default ``head_dim ** -0.5``.
         mask: a value of ``xla_attention.masks``, asked about indices of queries and keys as they lie in the
             tensors: tiles that it empties cost nothing. Or bool ``[1 or batch, 1 or heads, q_len, kv_len]``,
-            True where a key is seen: it becomes a bias of -1e30 where False, in bfloat16 or, with ``bias``,
-            in that one's dtype, so it takes that memory, and hides pairs without saving their time.
+            True where a key is seen: it becomes a bias of -1e30 where False, in bfloat16 or, broadcast with
+            ``bias``, in that one's dtype, so it takes that memory, and hides pairs without saving their time.
         sliding_window: ``(left, right)``: a query at position ``p`` sees keys from ``p - left`` to
             ``p + right``; None leaves a side open. ``n``: with ``is_causal``, the ``n`` keys up to and
             including the query's own (Mistral, arXiv:2310.06825), which is ``(n - 1, 0)``.

@@ -68,31 +68,20 @@ def default_blocks(case: AttentionCase, topology: Topology) -> Blocks:
 
 def fits(case: AttentionCase, blocks: Blocks, default: Blocks) -> bool:
     """Whether blocks divide each other, and the length as the default pads it."""
+    if isinstance(blocks, ForwardBlocks):
+        rows, columns = round_up(case.seq_len, default.block_q), round_up(case.seq_len, default.block_kv)
+        sizes = {"row_block": blocks.block_q, "memory": blocks.memory_kv or columns, "tile": blocks.block_kv}
+        parts = [(blocks.block_q, blocks.tile_q), (blocks.tile_q, blocks.border)]
+        parts += [(blocks.border_kv, blocks.border)]
+    else:
+        rows, columns = round_up(case.seq_len, default.block_kv), blocks.chunk_q or case.seq_len
+        sizes = {"row_block": blocks.block_kv, "memory": blocks.memory_q, "tile": blocks.block_q}
+        parts = [(blocks.block_kv, blocks.tile_kv), (blocks.block_q, blocks.tile_q)]
     try:
-        if isinstance(blocks, ForwardBlocks):
-            memory = blocks.memory_kv or round_up(case.seq_len, default.block_kv)
-            tiling = Tiling(
-                rows=round_up(case.seq_len, default.block_q),
-                columns=round_up(case.seq_len, memory),
-                row_block=blocks.block_q,
-                memory=memory,
-                tile=blocks.block_kv,
-                sub=blocks.border,
-                unroll=blocks.unroll,
-            )
-            return tiling.row_block % blocks.tile_q == 0 == blocks.tile_q % blocks.border <= blocks.border_kv
-        chunk = blocks.chunk_q or round_up(case.seq_len, blocks.memory_q)
-        tiling = Tiling(
-            rows=round_up(case.seq_len, default.block_kv),
-            columns=chunk,
-            row_block=blocks.block_kv,
-            memory=blocks.memory_q,
-            tile=blocks.block_q,
-            sub=blocks.border,
-        )
+        Tiling(rows=rows, columns=round_up(columns, sizes["memory"]), sub=blocks.border, **sizes)
     except ValueError:
         return False
-    return tiling.row_block % blocks.tile_kv == 0 == tiling.tile % blocks.tile_q
+    return all(whole % part == 0 for whole, part in parts)
 
 
 def tune(

@@ -26,7 +26,7 @@ from xla_attention.models.config import ModelConfig
 from xla_attention.text import Tokenizer
 from xla_attention.training.config import ConfigError, TrainConfig, load_config, save_config
 from xla_attention.training.optimizer import copy_to_device, named_state
-from xla_attention.training.state import TrainState, random_state, set_random_state
+from xla_attention.training.state import TrainState, random_state, set_random_state, sync
 
 PREFIX = "step-"
 # With the data, these decide what a saved position means.
@@ -101,6 +101,7 @@ class CheckpointFolder:
             )
         for name, tensor in here.items():
             copy_to_device(tensor, saved[name])
+        sync(state.device)  # before the generators are set: torch_xla's moves on with each
         set_random_state(random, state.device)
         progress = read_progress(checkpoint)
         state.step, state.position = progress["step"], progress["position"]

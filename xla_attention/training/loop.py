@@ -16,6 +16,7 @@ from xla_attention.training.metrics import Metrics, peak_of
 from xla_attention.training.optimizer import learning_rate, set_learning_rate
 from xla_attention.training.profiling import StepProfiler
 from xla_attention.training.run import Run, erase, exclusive, prepare
+from xla_attention.training.state import sync
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,13 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
         loss.backward()
         losses.append(loss.detach())
         if config.grad_accumulation > 1:
-            run.sync()  # one program for each micro batch, rather than one that holds them all
+            sync(run.device)  # one program for each micro batch, rather than one that holds them all
     max_norm = config.optimizer.max_grad_norm or float("inf")
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
     optimizer.step()
     optimizer.zero_grad()
     loss = torch.stack(losses).sum()
-    run.sync()
+    sync(run.device)
     return loss, grad_norm
 
 
@@ -120,7 +121,7 @@ def evaluate(run: Run) -> float:
     losses = []
     for batch in evaluation_batches(run.held_out, run.config.batch_size, run.config.eval.batches):
         losses.append(run.loss(batch))
-        run.sync()
+        sync(run.device)
     return sum(loss.item() for loss in losses) / len(losses)
 
 

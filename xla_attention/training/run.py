@@ -21,7 +21,7 @@ from xla_attention.training.checkpoint import CheckpointFolder, check_fits
 from xla_attention.training.config import ConfigError, TrainConfig
 from xla_attention.training.data import PackedTokens, load_data
 from xla_attention.training.optimizer import build_optimizer
-from xla_attention.training.state import TrainState, seed_random
+from xla_attention.training.state import TrainState, seed_random, sync
 
 
 @dataclass
@@ -43,13 +43,6 @@ class Run:
         # Parameters stay float32; autocast casts them, and their gradients back, where they are multiplied.
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=reduced):
             return self.state.model(ids[:, :-1], labels=ids[:, 1:])
-
-    def sync(self) -> None:
-        """On XLA, runs what has been recorded so far; it does not wait for the result."""
-        if self.device.type == "xla":
-            import torch_xla
-
-            torch_xla.sync()
 
     def save(self) -> Path:
         """Writes a checkpoint."""
@@ -88,17 +81,16 @@ def prepare(config: TrainConfig, console: Console) -> Run:
 
     model.to(device).train()
     checkpoint_activations(model, config.activation_checkpointing)
-    seed_random(config.seed, device)
     state = TrainState(model, build_optimizer(model, config.optimizer))
+    sync(device)
+    seed_random(config.seed, device)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, state)
         console.print(f"resuming from {checkpoint}")
     held = len(held_out.tokens) if held_out else 0
     tokens = f"{len(train_data.tokens):,} training tokens, {held:,} held out"
     console.print(f"{model.num_parameters() / 1e6:.2f} M parameters; {tokens}")
-    run = Run(config, state, tokenizer, train_data, held_out, device, checkpoints)
-    run.sync()
-    return run
+    return Run(config, state, tokenizer, train_data, held_out, device, checkpoints)
 
 
 @contextmanager

@@ -26,6 +26,14 @@ class TrainState:
         return next(self.model.parameters()).device
 
 
+def sync(device: torch.device) -> None:
+    """On XLA, runs what has been recorded so far; it does not wait for the result."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
 def seed_random(seed: int, device: torch.device) -> None:
     """Seeds torch's generators on the host and on `device`."""
     torch.manual_seed(seed)

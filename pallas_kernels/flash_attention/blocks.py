@@ -213,8 +213,10 @@ def choose_backward(
     lanes = round_up(head_dim, LANES)
     # k, v and their gradients, each in two buffers, and the sums of the gradients
     key_bytes = (lanes + round_up(value_dim, LANES)) * (4 * itemsize + 4)
+    dq_bytes = 4 * group * (head_dim if base.transposed else lanes)
     while base.block_kv > 256 and (
-        base.block_kv * key_bytes > 0.4 * hardware.vmem_bytes
+        base.block_kv * key_bytes > 0.35 * hardware.vmem_bytes
+        or base.block_q * dq_bytes > 0.2 * hardware.vmem_bytes
         or 2 * base.block_kv * base.block_q * bias_itemsize > 0.3 * hardware.vmem_bytes
     ):
         base = dataclasses.replace(
@@ -226,7 +228,6 @@ def choose_backward(
         )
     block_kv, block_q = _even(kv_len, base.block_kv), _even(q_len, base.block_q)
     column_bytes = itemsize * (lanes + 2 * round_up(value_dim, LANES))  # of q, o and do
-    dq_bytes = 4 * group * (head_dim if base.transposed else lanes)
     # Memory in whole key blocks lets the dq that a key block completes leave at once.
     unit = block_kv if block_kv % block_q == 0 and q_len > block_q else block_q
     q_padded = round_up(q_len, unit)

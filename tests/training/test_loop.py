@@ -31,9 +31,9 @@ def take_steps(run, steps):
     return taken
 
 
-def steps_of(tmp_path, steps=6, **changes):
+def steps_of(tmp_path, count=6, **changes):
     run = prepare(config(tmp_path, **changes), QUIET)
-    return take_steps(run, steps), run
+    return take_steps(run, count), run
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt2"])

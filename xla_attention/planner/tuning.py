@@ -66,22 +66,27 @@ def default_blocks(case: AttentionCase, topology: Topology) -> Blocks:
     return choose_backward(*sizes, case.heads // case.kv_heads, itemsize, topology.hardware)
 
 
-def fits(case: AttentionCase, blocks: Blocks, default: Blocks) -> bool:
-    """Whether blocks divide each other, and the length as the default pads it."""
-    if isinstance(blocks, ForwardBlocks):
-        rows, columns = round_up(case.seq_len, default.block_q), round_up(case.seq_len, default.block_kv)
-        sizes = {"row_block": blocks.block_q, "memory": blocks.memory_kv or columns, "tile": blocks.block_kv}
-        parts = [(blocks.block_q, blocks.tile_q), (blocks.tile_q, blocks.border)]
-        parts += [(blocks.border_kv, blocks.border)]
-    else:
-        rows, columns = round_up(case.seq_len, default.block_kv), blocks.chunk_q or case.seq_len
-        sizes = {"row_block": blocks.block_kv, "memory": blocks.memory_q, "tile": blocks.block_q}
-        parts = [(blocks.block_kv, blocks.tile_kv), (blocks.block_q, blocks.tile_q)]
+def changed(case: AttentionCase, blocks: Blocks, change: dict[str, Any], default: Blocks) -> Blocks | None:
+    """``blocks`` with other values of some fields; None if they then do not divide each other, or the length
+    as the default pads it."""
     try:
+        blocks = dataclasses.replace(blocks, **change)
+        if isinstance(blocks, ForwardBlocks):
+            rows, columns = round_up(case.seq_len, default.block_q), round_up(case.seq_len, default.block_kv)
+            sizes = {
+                "row_block": blocks.block_q,
+                "memory": blocks.memory_kv or columns,
+                "tile": blocks.block_kv,
+            }
+            if blocks.tile_q % blocks.border or blocks.border_kv % blocks.border:
+                return None
+        else:
+            rows, columns = round_up(case.seq_len, default.block_kv), blocks.chunk_q or case.seq_len
+            sizes = {"row_block": blocks.block_kv, "memory": blocks.memory_q, "tile": blocks.block_q}
         Tiling(rows=rows, columns=round_up(columns, sizes["memory"]), sub=blocks.border, **sizes)
     except ValueError:
-        return False
-    return all(whole % part == 0 for whole, part in parts)
+        return None
+    return blocks
 
 
 def tune(
@@ -119,11 +124,11 @@ def tune(
         before = current = min(trials, key=cycles)
         seen = 0
         for name, values in fields.items():
-            choices = [dataclasses.replace(current, **{name: value}) for value in values]
+            choices = [changed(case, current, {name: value}, default) for value in values]
             for blocks in choices:
-                on_trial(seen, of_round, blocks)
+                on_trial(seen, of_round, blocks or current)
                 seen += 1
-                if blocks not in trials and len(trials) < limit and fits(case, blocks, default):
+                if blocks and blocks not in trials and len(trials) < limit:
                     trials[blocks] = measure(case, topology, blocks)
             current = min([current, *(blocks for blocks in choices if blocks in trials)], key=cycles)
         if current == before:

@@ -8,6 +8,11 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time: a test that fails fails again. No deadline: a first call compiles.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)

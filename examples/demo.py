@@ -10,6 +10,7 @@ continues; after one that was finished, or with --fresh, it starts again.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -81,4 +82,7 @@ def plot_losses(out_dir: Path) -> float:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
-
-import torch
+import logging
+import os
+from typing import TYPE_CHECKING
 
 from pallas_kernels.hardware import INTERPRETER, V4, V5E, V5P, V6E, Hardware
+
+if TYPE_CHECKING:
+    import torch
 
 # What PJRT calls each generation.
 _TPU_KINDS = {
@@ -18,6 +22,12 @@ _TPU_KINDS = {
     "TPU v6 lite": V6E,
     "TPU v6e": V6E,
 }
+
+# What torch_xla logs, through the root logger, when PJRT_DEVICE is not set.
+_TORCH_XLA_CHOICES = (
+    "Defaulting to PJRT_DEVICE=CPU",
+    "libtpu.so and TPU device found. Setting PJRT_DEVICE=TPU.",
+)
 
 
 def pick_device() -> tuple[torch.device, str]:
@@ -32,16 +42,37 @@ def pick_device() -> tuple[torch.device, str]:
         ``"CPU (Pallas interpreter), 1 device"``.
 
     Raises:
-        ValueError: ``PJRT_DEVICE`` names neither a TPU generation that is known nor the CPU.
+        ValueError: ``PJRT_DEVICE`` asks for a device that is not there, or for neither a TPU generation that
+            is known nor the CPU; the message says what to set.
     """
     import torch_xla
     import torch_xla.runtime as xr
 
-    device = torch_xla.device()
+    try:
+        device = torch_xla.device()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(
+            f"PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}: no such device can be used here ({reason}); set "
+            "PJRT_DEVICE=CPU, or TPU on a machine that has one free, or unset it to take a TPU if there is "
+            "one, else the CPU"
+        ) from error
     attached = hardware()
     name = "CPU (Pallas interpreter)" if attached.interpret else f"TPU {attached.name}"
     count = xr.global_runtime_device_count()
     return device, f"{name}, {count} device{'s' if count > 1 else ''}"
+
+
+def hide_torch_xla_choice() -> None:
+    """Keeps out the line that torch_xla logs at its import about the device it takes.
+
+    For programs that print ``pick_device``'s line instead; call it before the first import of torch_xla.
+    """
+    logging.getLogger().addFilter(_is_not_torch_xla_choice)
+
+
+def _is_not_torch_xla_choice(record: logging.LogRecord) -> bool:
+    return record.msg not in _TORCH_XLA_CHOICES
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import torch
 import torch_xla
 from random_models import their_model, token_ids
 
+from xla_attention import segment_ids_from_lengths
 from xla_attention.models import GPTConfig, LlamaConfig, build_model, load_model
 
 CONFIGS = {
@@ -62,3 +63,42 @@ def test_fresh_weights_do_not_depend_on_the_device(name, first_device):
     on_cpu = build_model(CONFIGS[name], seed=5).state_dict()
     on_xla = build_model(CONFIGS[name], seed=5, device=first_device).state_dict()
     assert all(torch.equal(on_xla[key].cpu(), tensor) for key, tensor in on_cpu.items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_packed_documents_give_what_each_gives_alone(name, device, first_device):
+    """Float32: a sum over fewer keys may only round otherwise. GPT's positions start again with each."""
+    device = first_device if device == "xla" else torch.device("cpu")
+    model = build_model(CONFIGS[name], seed=3).to(device)
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0)  # away from the uniform attention of fresh weights
+    lengths = torch.tensor([[17, 1, 23], [30, 11, 0]])
+    ids = token_ids(length=41).to(device)
+    segment_ids = segment_ids_from_lengths(lengths, 41).to(device)
+    with torch.no_grad():
+        packed = model(ids, segment_ids=segment_ids).cpu()
+        together = model(ids).cpu()
+        for row, row_lengths in enumerate(lengths.tolist()):
+            start = 0
+            for length in filter(None, row_lengths):
+                alone = model(ids[row : row + 1, start : start + length]).cpu()[0]
+                torch.testing.assert_close(packed[row, start : start + length], alone, rtol=1e-5, atol=1e-5)
+                start += length
+    assert not torch.allclose(packed, together, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_document_does_not_change_the_loss_of_another(name, first_device):
+    model = build_model(CONFIGS[name], seed=3).to(first_device)
+    ids = token_ids(batch=1, length=41)
+    other = ids.clone()
+    other[:, :20] = (ids[:, :20] + 1) % 96
+    segment_ids = segment_ids_from_lengths(torch.tensor([[20, 20]]), 40).to(first_device)
+    labels = ids[:, 1:].clone()
+    labels[:, :20] = -100
+
+    def loss_of(given):
+        return model(given[:, :-1].to(first_device), labels.to(first_device), segment_ids).item()
+
+    assert loss_of(ids) == loss_of(other)

@@ -6,6 +6,7 @@ from random_models import token_ids
 from torch.utils.flop_counter import FlopCounterMode
 
 from xla_attention.models import GPT, GPTConfig, Llama, LlamaConfig, build_model, next_token_loss
+from xla_attention.models.gpt import positions_in_segments
 
 GPT_CONFIG = GPTConfig(vocab_size=96, n_embd=64, n_layer=3, n_head=4, n_positions=64)
 LLAMA_CONFIG = LlamaConfig(
@@ -86,6 +87,19 @@ def test_rotary_tables_survive_a_cast():
     assert not any("rotary" in name for name in model.state_dict())
 
 
+@pytest.mark.parametrize("length", [1, 2, 37])
+def test_positions_start_again_with_each_segment(length):
+    ids = torch.tensor([[0] * 5 + [1] + [2] * 20 + [7] * 11, [3] * 37])[:, :length]
+    expected = [[row[:i].tolist().count(row[i]) for i in range(length)] for row in ids]
+    assert positions_in_segments(ids).tolist() == expected
+
+
+@BOTH
+def test_segment_ids_of_another_shape_are_refused(config):
+    with pytest.raises(ValueError, match=r"segment_ids: got shape \(1, 48\), needs .* \(2, 48\)"):
+        build_model(config, device="meta")(token_ids(), segment_ids=torch.zeros(1, 48, dtype=torch.int32))
+
+
 @BOTH
 def test_blocks_can_be_wrapped_from_outside(config):
     model = build_model(config)
@@ -133,6 +147,7 @@ def test_labels_of_minus_100_are_left_out():
     torch.testing.assert_close(
         next_token_loss(logits, labels).double(), -chosen[labels >= 0].mean(), rtol=1e-6, atol=0
     )
+    assert next_token_loss(logits, torch.full_like(labels, -100)) == 0
 
 
 @BOTH

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_attention.text import load_tokenizer
-from xla_attention.training.config import DataConfig
+from xla_attention.training.config import ConfigError, DataConfig
 from xla_attention.training.data import (
     DataError,
     PackedTokens,
+    as_batch,
+    document_end,
     evaluation_batches,
     load_data,
     tokenize_files,
@@ -55,6 +57,37 @@ def test_targets_are_the_inputs_shifted_by_one():
     batch = training_batch(packed(100), batch_size=3, position=0, seed=0)
     assert batch.shape == (3, 5) and batch.dtype == np.int64
     assert (batch[:, 1:] == batch[:, :-1] + 1).all()
+
+
+def test_documents_end_behind_their_end_of_text_and_the_next_begins_untold():
+    """9 ends a document: it is a target and belongs to the document; what follows it is no target."""
+    blocks = np.array([[1, 2, 9, 3, 9, 9, 4], [9, 1, 2, 3, 4, 5, 9]])
+    batch = as_batch(blocks, end_id=9)
+    np.testing.assert_array_equal(batch.input_ids, blocks[:, :-1])
+    assert batch.segment_ids.tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]]
+    assert batch.segment_ids.dtype == np.int32
+    assert batch.labels.tolist() == [[2, 9, -100, 9, -100, -100], [-100, 2, 3, 4, 5, 9]]
+    assert batch.targets == 8
+
+
+def test_documents_that_see_each_other_are_one():
+    blocks = np.array([[1, 2, 9, 3]])
+    batch = as_batch(blocks, end_id=None)
+    assert batch.segment_ids is None and batch.labels.tolist() == [[2, 9, 3]] and batch.targets == 3
+
+
+def test_documents_are_masked_where_the_tokenizer_can_tell_them_apart():
+    class Endless:
+        eos_id = None
+
+    def end(tokenizer, **given):
+        return document_end(DataConfig(train=["x"], **given), tokenizer)
+
+    assert end(BYTES) == end(BYTES, mask_documents=True) == 256
+    assert end(BYTES, mask_documents=False) is None
+    assert end(Endless) is None
+    with pytest.raises(ConfigError, match=r"data\.mask_documents: the tokenizer has no end-of-text id"):
+        end(Endless, mask_documents=True)
 
 
 def test_an_epoch_takes_every_block_once_in_an_order_set_by_seed_and_epoch():

@@ -1,5 +1,6 @@
 """The loop: what it computes, what it reports, and that the device is never made to wait or compile again."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from small import GPT, LLAMA, QUIET, config, losses
 
 import xla_attention.models.llama as llama
 from xla_attention.training.config import ConfigError, load_config
+from xla_attention.training.data import as_batch
 from xla_attention.training.loop import evaluate, train, train_step
 from xla_attention.training.optimizer import learning_rate, set_learning_rate
 from xla_attention.training.run import exclusive, prepare
@@ -52,6 +54,27 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path):
     torch.testing.assert_close(torch.tensor(accumulated), torch.tensor(at_once), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("device", ["xla", "eager"])
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt2"])
+def test_documents_do_not_see_each_other(tmp_path, model, device):
+    """What comes before a border changes neither training nor held-out loss of what comes after it."""
+    for masked, seen in ((True, False), (False, True)):
+        data = {"train": ["{stdlib}/json/*.py"], "mask_documents": masked}
+        run = prepare(config(tmp_path, model=model, device=device, data=data), QUIET)
+        blocks = run.train_data.take(range(4))
+        blocks[:, 10] = run.tokenizer.eos_id
+        other = blocks.copy()
+        other[:, :10] = ord("x")
+        labels = blocks[:, 1:].copy()
+        labels[:, :11] = -100
+        batches = [
+            dataclasses.replace(as_batch(given, run.end_id), labels=labels) for given in (blocks, other)
+        ]
+        with torch.no_grad():
+            one, another = (run.loss(batch).item() for batch in batches)
+        assert (one != another) == seen
+
+
 @pytest.mark.filterwarnings("error:None of the inputs have requires_grad")
 @pytest.mark.parametrize(("device", "which"), [("xla", "full"), ("eager", "full"), ("eager", 2)])
 def test_activation_checkpointing_changes_no_result(tmp_path, which, device):
@@ -70,7 +93,7 @@ def test_activation_checkpointing_recomputes_blocks_going_backward(tmp_path, mon
     for which, expected in (("none", 2), ("full", 4), (2, 3)):
         run = prepare(config(tmp_path, activation_checkpointing=which), QUIET)
         calls.clear()
-        loss = run.loss(run.train_data.take(range(4)))
+        loss = run.loss(as_batch(run.train_data.take(range(4)), run.end_id))
         loss.backward()
         assert len(calls) == expected
         gradients = [p.grad for p in run.state.model.parameters()]
@@ -143,9 +166,9 @@ def test_a_run_reports_every_step(tmp_path):
 
 def test_evaluation_is_the_mean_loss_and_leaves_no_gradient(tmp_path):
     run = prepare(config(tmp_path, device="eager"), QUIET)
-    batches = run.held_out.take([0, run.held_out.blocks - 1])
+    blocks = run.held_out.take([0, run.held_out.blocks - 1])
+    expected = run.loss(as_batch(blocks, run.end_id)).item()
     run.config = run.config.model_copy(update={"batch_size": 1})
-    expected = sum(run.loss(batch[None]).item() for batch in batches) / 2
     assert evaluate(run) == pytest.approx(expected, rel=1e-6)
     assert all(p.grad is None for p in run.state.model.parameters())
 

@@ -31,7 +31,9 @@ def compile_command(
     from xla_attention.planner.compile import CompileError, compile_for_tpu
     from xla_attention.planner.kernels import kernels_of_model
     from xla_attention.planner.topology import parse_topology
+    from xla_attention.text import load_tokenizer
     from xla_attention.training.config import load_config
+    from xla_attention.training.data import document_end
 
     slice_ = parse_topology(topology)
     train = load_config(config, overrides or [])
@@ -41,6 +43,7 @@ def compile_command(
         seq_len=train.seq_len,
         dtype=train.compute_dtype,
         hardware=slice_.hardware,
+        segments=document_end(train.data, load_tokenizer(train.tokenizer)) is not None,
     )
     console = Console()
     results = []

@@ -16,7 +16,8 @@ class CausalLM(nn.Module):
     Attributes:
         config: `GPTConfig` or `LlamaConfig`.
         blocks: the layers, an `nn.ModuleList` whose entries may be replaced by wrapped ones (activation
-            checkpointing). Each takes and returns hidden states `[batch, seq, hidden_size]` first.
+            checkpointing). Each takes hidden states `[batch, seq, hidden_size]` first, takes the rest by
+            position too, and returns hidden states.
         residual_projections: endings of the names of the weights that write to the residual stream.
         lookups: names of the tables that are read by index and never multiplied.
     """
@@ -34,29 +35,40 @@ class CausalLM(nn.Module):
         """The longest sequence that the model takes."""
         return self.config.max_position_embeddings
 
-    def hidden_states(self, input_ids: Tensor) -> Tensor:
-        """Final, normalised hidden states `[batch, seq, hidden_size]` of `input_ids [batch, seq]`."""
+    def hidden_states(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        """Final, normalised hidden states `[batch, seq, hidden_size]`; arguments as for `forward`."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every next token, `[..., vocab_size]`, of hidden states `[..., hidden_size]`."""
         raise NotImplementedError
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> Tensor:
         """Logits, or the loss if labels are given.
 
         Args:
             input_ids: `[batch, seq]`, int32 or int64; `seq` at most `config.max_position_embeddings`.
             labels: `[batch, seq]`, int64: the id that follows `input_ids[b, t]`, already shifted by the
                 caller; -100 where there is none to predict.
+            segment_ids: `[batch, seq]`, int32: the document of each token, where a row packs several; not
+                negative, not decreasing along it. Tokens attend within their document alone, and each
+                document gives the logits that it gives by itself. None: a row is one document.
 
         Returns:
             Logits `[batch, seq, vocab_size]` in the weights' dtype; with labels, their `next_token_loss`.
 
         Raises:
-            ValueError: the sequence is longer than the model's positions.
+            ValueError: the sequence is longer than the model's positions, or `segment_ids` have another
+                shape.
         """
-        logits = self.logits(self.hidden_states(input_ids))
+        if segment_ids is not None and segment_ids.shape != input_ids.shape:
+            raise ValueError(
+                f"segment_ids: got shape {tuple(segment_ids.shape)}, needs that of input_ids, "
+                f"{tuple(input_ids.shape)}"
+            )
+        logits = self.logits(self.hidden_states(input_ids, segment_ids))
         return logits if labels is None else next_token_loss(logits, labels)
 
     @torch.no_grad()
@@ -103,13 +115,14 @@ class CausalLM(nn.Module):
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy in nats, float32, the mean over the tokens whose label is not -100.
+    """Cross entropy in nats, float32, the mean over the tokens whose label is not -100; 0 if there are none.
 
     Args:
         logits: `[batch, seq, vocab_size]`, any floating type.
         labels: `[batch, seq]`, int64.
     """
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (labels != -100).sum().clamp_min(1)
 
 
 def check_length(length: int, limit: int, name: str) -> None:

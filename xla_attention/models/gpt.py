@@ -1,5 +1,6 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each half, one projection for q, k, v."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,11 +16,11 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         batch, length, width = x.shape
         heads = (batch, length, self.heads, self.head_dim)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=-1))
-        o = flash_attention(q, k, v, is_causal=True)
+        o = flash_attention(q, k, v, is_causal=True, segment_ids=segment_ids)
         return self.c_proj(o.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -51,8 +52,8 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), segment_ids)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -64,12 +65,33 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        # A slice rather than a lookup: its gradient needs no scatter.
-        x = self.wte(input_ids) + self.wpe.weight[: input_ids.shape[1]]
+    def forward(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        if segment_ids is None:
+            # A slice rather than a lookup: its gradient needs no scatter.
+            positions = self.wpe.weight[: input_ids.shape[1]]
+        else:
+            positions = self.wpe(positions_in_segments(segment_ids))
+        x = self.wte(input_ids) + positions
         for block in self.h:
-            x = block(x)
+            x = block(x, segment_ids)
         return self.ln_f(x)
+
+
+def positions_in_segments(segment_ids: Tensor) -> Tensor:
+    """Positions that start again at 0 with each segment, `[batch, seq]` int64, of ids `[batch, seq]`.
+
+    Learned positions are absolute: a packed document must get those that it has alone.
+    """
+    length = segment_ids.shape[1]
+    places = torch.arange(length, device=segment_ids.device)
+    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+    starts = torch.where(begins, places, 0)
+    # The running maximum, by doubling: XLA's CPU compiler fails on torch_xla's cummax of longer rows.
+    reach = 1
+    while reach < length:
+        starts = torch.maximum(starts, F.pad(starts[:, :-reach], (reach, 0)))
+        reach *= 2
+    return places - starts
 
 
 class GPT(CausalLM):
@@ -90,9 +112,9 @@ class GPT(CausalLM):
     def blocks(self) -> nn.ModuleList:
         return self.transformer.h
 
-    def hidden_states(self, input_ids: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         check_length(input_ids.shape[1], self.config.n_positions, "n_positions")
-        return self.transformer(input_ids)
+        return self.transformer(input_ids, segment_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         projection = self.transformer.wte if self.lm_head is None else self.lm_head

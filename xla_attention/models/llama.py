@@ -42,14 +42,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.head_dim)
         q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        o = flash_attention(q, k, v, is_causal=True, sliding_window=self.window)
+        o = flash_attention(q, k, v, is_causal=True, sliding_window=self.window, segment_ids=segment_ids)
         return self.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -74,8 +74,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, segment_ids)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -87,11 +87,12 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        # Positions need not start again with each document: scores depend on their differences alone.
         cos, sin = self.rotary(input_ids.shape[1])
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, segment_ids)
         return self.norm(x)
 
 
@@ -113,9 +114,9 @@ class Llama(CausalLM):
     def blocks(self) -> nn.ModuleList:
         return self.model.layers
 
-    def hidden_states(self, input_ids: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         check_length(input_ids.shape[1], self.config.max_position_embeddings, "max_position_embeddings")
-        return self.model(input_ids)
+        return self.model(input_ids, segment_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         projection = self.model.embed_tokens if self.lm_head is None else self.lm_head

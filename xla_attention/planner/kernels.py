@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.flash_attention import AttentionSpec, flash_backward, flash_forward
+from pallas_kernels.flash_attention import AttentionSpec, Operands, flash_backward, flash_forward
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.masks import Causal
 from xla_attention.models.config import GPTConfig, LlamaConfig
@@ -34,7 +34,13 @@ class Kernel:
 
 
 def kernels_of_model(
-    config: GPTConfig | LlamaConfig, *, batch: int, seq_len: int, dtype: str, hardware: Hardware
+    config: GPTConfig | LlamaConfig,
+    *,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    hardware: Hardware,
+    segments: bool = False,
 ) -> list[Kernel]:
     """The kernels of one training step of the model; every layer runs the same.
 
@@ -44,6 +50,7 @@ def kernels_of_model(
         seq_len: tokens of one sequence.
         dtype: that attention computes in, ``"float32"`` or ``"bfloat16"``.
         hardware: that the kernels choose their block sizes by.
+        segments: the sequences are packed documents that do not see each other.
     """
     spec = AttentionSpec(scale=config.head_dim**-0.5, mask=Causal())
     return flash_kernels(
@@ -52,6 +59,7 @@ def kernels_of_model(
         dtype=dtype,
         spec=spec,
         hardware=hardware,
+        segments=segments,
     )
 
 
@@ -62,6 +70,7 @@ def flash_kernels(
     dtype: str,
     spec: AttentionSpec,
     hardware: Hardware,
+    segments: bool = False,
 ) -> list[Kernel]:
     """Flash attention, forward and backward.
 
@@ -71,18 +80,28 @@ def flash_kernels(
         dtype: ``"float32"`` or ``"bfloat16"``.
         spec: what attention is computed.
         hardware: that the kernels choose their block sizes by.
+        segments: with segment ids.
     """
     q = o = jax.ShapeDtypeStruct(q_shape, jnp.dtype(dtype))
     kv = jax.ShapeDtypeStruct(kv_shape, jnp.dtype(dtype))
     lse = jax.ShapeDtypeStruct(q_shape[:-1], jnp.float32)
-    forward, backward = (
-        functools.partial(f, spec=spec, hardware=hardware) for f in (flash_forward, flash_backward)
-    )
+    lengths = ((shape[0], shape[2]) for shape in (q_shape, kv_shape) if segments)
+    ids = [jax.ShapeDtypeStruct(length, jnp.int32) for length in lengths]
+    forward, backward = (functools.partial(f, spec=spec, hardware=hardware) for f in (_forward, _backward))
     shapes = f"q {_times(q_shape)}, kv {_times(kv_shape)}"
     return [
-        Kernel("flash forward", forward, (q, kv, kv), shapes),
-        Kernel("flash backward", backward, (q, kv, kv, o, lse, o), shapes),
+        Kernel("flash forward", forward, (q, kv, kv, *ids), shapes),
+        Kernel("flash backward", backward, (q, kv, kv, o, lse, o, *ids), shapes),
     ]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array, **static: Any) -> Any:
+    return flash_forward(q, k, v, Operands(*ids), **static)
+
+
+def _backward(*arrays: jax.Array, **static: Any) -> Any:
+    q, k, v, o, lse, do, *ids = arrays
+    return flash_backward(q, k, v, o, lse, do, None, Operands(*ids), **static)
 
 
 def _times(shape: tuple[int, ...]) -> str:

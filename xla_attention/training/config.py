@@ -41,6 +41,9 @@ class DataConfig(Section):
         held_out: share of the files (of the tokens, if there is only one file) to hold out. 0 with an
             empty `eval` means no evaluation.
         dtype: integer type of the `.bin` files.
+        mask_documents: tokens attend within their document alone, in training and evaluation, and the first
+            token of a document is no target, as nothing that it sees precedes it. Borders lie behind the
+            tokenizer's end-of-text ids. None: if the tokenizer has such an id.
     """
 
     train: list[str] = Field(min_length=1)
@@ -48,6 +51,7 @@ class DataConfig(Section):
     eval: list[str] = []
     held_out: float = Field(default=0.05, ge=0, lt=1)
     dtype: Literal["uint16", "uint32"] = "uint16"
+    mask_documents: bool | None = None
 
 
 class OptimizerConfig(Section):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from xla_attention.text import Tokenizer
-from xla_attention.training.config import DataConfig, expand_stdlib
+from xla_attention.training.config import ConfigError, DataConfig, expand_stdlib
 
 
 class DataError(ValueError):
@@ -62,6 +62,56 @@ class PackedTokens:
         digest.update(self.tokens[:mebi].tobytes())
         digest.update(self.tokens[-mebi:].tobytes())
         return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is given of a batch of blocks.
+
+    Attributes:
+        input_ids: [batch, seq_len] int64.
+        labels: [batch, seq_len] int64: the token that follows, or -100 where it begins another document.
+        segment_ids: [batch, seq_len] int32, which count the documents of a row from 0; None where documents
+            see each other.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    segment_ids: np.ndarray | None
+
+    @property
+    def targets(self) -> int:
+        """Tokens to predict."""
+        return int((self.labels >= 0).sum())
+
+
+def as_batch(blocks: np.ndarray, end_id: int | None) -> Batch:
+    """Inputs, targets and documents of blocks.
+
+    Args:
+        blocks: [batch, seq_len + 1] int64.
+        end_id: the last token of each document, or None if documents see each other.
+    """
+    input_ids, labels = blocks[:, :-1], blocks[:, 1:]
+    if end_id is None:
+        return Batch(input_ids, labels, None)
+    ends = input_ids == end_id
+    documents_before = ends.cumsum(axis=1) - ends  # an end belongs to the document that it ends
+    return Batch(input_ids, np.where(ends, -100, labels), documents_before.astype(np.int32))
+
+
+def document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
+    """The id that ends a document, or None if documents see each other.
+
+    Raises:
+        ConfigError: documents shall be masked, and the tokenizer has no such id.
+    """
+    if config.mask_documents and tokenizer.eos_id is None:
+        raise ConfigError(
+            "data.mask_documents: the tokenizer has no end-of-text id that would show where documents end; "
+            "set it to false, or name an eos_token in the tokenizer_config.json"
+        )
+    return None if config.mask_documents is False else tokenizer.eos_id
 
 
 def training_batch(data: PackedTokens, batch_size: int, position: int, seed: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from xla_attention.training.checkpoint import CheckpointError
 from xla_attention.training.config import TrainConfig
-from xla_attention.training.data import evaluation_batches, training_batch
+from xla_attention.training.data import as_batch, evaluation_batches, training_batch
 from xla_attention.training.interrupt import StopRequest
 from xla_attention.training.metrics import Metrics, peak_of
 from xla_attention.training.optimizer import learning_rate, set_learning_rate
@@ -97,11 +97,17 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
         Loss, and norm of the gradient before clipping: scalars that the device is still computing.
     """
     config, model, optimizer = run.config, run.state.model, run.state.optimizer
+    positions = (run.state.position + micro * config.batch_size for micro in range(config.grad_accumulation))
+    batches = [
+        as_batch(training_batch(run.train_data, config.batch_size, position, config.seed), run.end_id)
+        for position in positions
+    ]
+    targets = [batch.targets for batch in batches]
     losses = []
-    for micro in range(config.grad_accumulation):
-        position = run.state.position + micro * config.batch_size
-        batch = training_batch(run.train_data, config.batch_size, position, config.seed)
-        loss = run.loss(batch) / config.grad_accumulation
+    for batch, count in zip(batches, targets):
+        # A share of the step's targets. It is data: as a number, it would compile each step anew.
+        share = torch.tensor(count / max(1, sum(targets)), dtype=torch.float32).to(run.device)
+        loss = run.loss(batch) * share
         loss.backward()
         losses.append(loss.detach())
         if config.grad_accumulation > 1:
@@ -117,12 +123,14 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(run: Run) -> float:
-    """Mean loss over the held-out batches, in nats per token."""
-    losses = []
-    for batch in evaluation_batches(run.held_out, run.config.batch_size, run.config.eval.batches):
+    """Mean loss over the targets of the held-out batches, in nats per token."""
+    losses, targets = [], []
+    for blocks in evaluation_batches(run.held_out, run.config.batch_size, run.config.eval.batches):
+        batch = as_batch(blocks, run.end_id)
         losses.append(run.loss(batch))
+        targets.append(batch.targets)
         sync(run.device)
-    return sum(loss.item() for loss in losses) / len(losses)
+    return sum(loss.item() * count for loss, count in zip(losses, targets)) / max(1, sum(targets))
 
 
 def _due(interval: int | None, step: int) -> bool:

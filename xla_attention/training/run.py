@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -19,30 +18,39 @@ from xla_attention.text import Tokenizer, load_tokenizer
 from xla_attention.training.activation_checkpointing import checkpoint_activations
 from xla_attention.training.checkpoint import CheckpointFolder, check_fits
 from xla_attention.training.config import ConfigError, TrainConfig
-from xla_attention.training.data import PackedTokens, load_data
+from xla_attention.training.data import Batch, PackedTokens, document_end, load_data
 from xla_attention.training.optimizer import build_optimizer
 from xla_attention.training.state import TrainState, seed_random, sync
 
 
 @dataclass
 class Run:
-    """A run in progress. `held_out` is None if nothing is held out."""
+    """A run in progress.
+
+    Attributes:
+        held_out: None if nothing is held out.
+        end_id: the token that ends a document; None if documents see each other.
+    """
 
     config: TrainConfig
     state: TrainState
     tokenizer: Tokenizer
     train_data: PackedTokens
     held_out: PackedTokens | None
+    end_id: int | None
     device: torch.device
     checkpoints: CheckpointFolder
 
-    def loss(self, batch: np.ndarray) -> Tensor:
-        """Mean loss, in nats per token, of a batch [batch, seq_len + 1] int64."""
-        ids = torch.from_numpy(batch).to(self.device)
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean loss of a batch, in nats per target."""
+        input_ids, labels, segment_ids = (
+            None if array is None else torch.from_numpy(array).to(self.device)
+            for array in (batch.input_ids, batch.labels, batch.segment_ids)
+        )
         reduced = self.config.compute_dtype == "bfloat16"
         # Parameters stay float32; autocast casts them, and their gradients back, where they are multiplied.
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=reduced):
-            return self.state.model(ids[:, :-1], labels=ids[:, 1:])
+            return self.state.model(input_ids, labels, segment_ids)
 
     def save(self) -> Path:
         """Writes a checkpoint."""
@@ -59,6 +67,7 @@ def prepare(config: TrainConfig, console: Console) -> Run:
     device, description = _device(config)
     console.print(f"device: {description}")
     tokenizer = load_tokenizer(config.tokenizer)
+    end_id = document_end(config.data, tokenizer)
     model_config = _model_config(config, tokenizer)
     train_data, held_out = load_data(
         config.data,
@@ -90,7 +99,7 @@ def prepare(config: TrainConfig, console: Console) -> Run:
     held = len(held_out.tokens) if held_out else 0
     tokens = f"{len(train_data.tokens):,} training tokens, {held:,} held out"
     console.print(f"{model.num_parameters() / 1e6:.2f} M parameters; {tokens}")
-    return Run(config, state, tokenizer, train_data, held_out, device, checkpoints)
+    return Run(config, state, tokenizer, train_data, held_out, end_id, device, checkpoints)
 
 
 @contextmanager

@@ -75,6 +75,25 @@ def _is_not_torch_xla_choice(record: logging.LogRecord) -> bool:
     return record.msg not in _TORCH_XLA_CHOICES
 
 
+def use_exact_float32() -> None:
+    """Lets XLA multiply float32 matrices in float32; a TPU's default rounds them to bfloat16 first.
+
+    For the whole process, and for what is compiled from here on: torch_xla writes the precision into a graph
+    when it compiles it, and a graph compiled before keeps the one it has. Products of bfloat16, the attention
+    kernels (which name their own precision) and results on a CPU stay what they are.
+    """
+    from torch_xla import backends
+
+    if backends.get_mat_mul_precision() == "highest":
+        return
+    # It warns at every call of changes after a compilation, the first one too.
+    backends.logger.disabled = True
+    try:
+        backends.set_mat_mul_precision("highest")
+    finally:
+        backends.logger.disabled = False
+
+
 @functools.cache
 def hardware() -> Hardware:
     """The hardware that this process's XLA device is.

@@ -70,3 +70,25 @@ def test_the_choice_of_torch_xla_is_logged_to_libraries_but_not_by_our_programs(
     assert "PJRT_DEVICE=" in plain.stderr  # else there is nothing to hide, and the filter can go
     assert "WARNING:root:another PJRT_DEVICE=CPU" in ours.stderr
     assert ours.stderr.count("PJRT_DEVICE=") == 1
+
+
+def test_exact_float32_is_in_what_is_compiled_and_changes_nothing_on_a_cpu():
+    """In a process of its own, as it is set for the whole process. Float32: the same bits."""
+    program = """
+import torch, torch_xla
+from xla_attention.device import use_exact_float32
+
+a, b = (torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+results = []
+for rows in (a, a.clone()):
+    x, y = rows.to(torch_xla.device()), b.to(torch_xla.device())
+    product = torch.relu(x) @ y if results else torch.relu(x + 0) @ y
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([product])
+    assert ("operand_precision={highest,highest}" in hlo) == bool(results), hlo
+    results.append(product.cpu())
+    use_exact_float32()
+assert torch.equal(*results)
+"""
+    done = run_without_device(program, PJRT_DEVICE="CPU")
+    assert done.returncode == 0, done.stderr
+    assert "mat mul precision" not in done.stderr

@@ -147,6 +147,16 @@ def test_nothing_compiles_or_leaves_the_device_after_the_first_step(tmp_path, ch
     assert set(fallbacks) <= {"aten::_local_scalar_dense"}  # every operation has an XLA lowering
 
 
+@pytest.mark.parametrize(
+    ("changes", "exact"), [({}, True), ({"compute_dtype": "bfloat16"}, False), ({"device": "eager"}, False)]
+)
+def test_float32_on_xla_is_float32_outside_the_kernels_too(tmp_path, monkeypatch, changes, exact):
+    calls = []
+    monkeypatch.setattr("xla_attention.training.run.use_exact_float32", lambda: calls.append(1))
+    prepare(config(tmp_path, **changes), QUIET)
+    assert bool(calls) == exact
+
+
 def test_a_run_reports_every_step(tmp_path):
     console = Console(record=True, force_terminal=False, width=200)
     result = train(config(tmp_path, eval={"interval": 5, "batches": 2}), console)

@@ -113,7 +113,8 @@ class TrainConfig(Section):
         batch_size: sequences of one micro batch.
         grad_accumulation: micro batches of one step.
         steps: optimizer steps in all.
-        compute_dtype: `bfloat16` computes in bfloat16 with float32 parameters, gradients and optimizer state.
+        compute_dtype: `float32` multiplies in float32, for which a TPU takes six bfloat16 passes. `bfloat16`
+            computes in bfloat16 with float32 parameters, gradients and optimizer state.
         activation_checkpointing: blocks whose activations are recomputed in the backward pass: `none`,
             `full` (all), or a number n (every n-th).
         log_interval: steps between two reports. Losses are fetched only then.

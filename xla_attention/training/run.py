@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from xla_attention.device import pick_device
+from xla_attention.device import pick_device, use_exact_float32
 from xla_attention.models import build_model, load_model, load_model_config
 from xla_attention.models.config import ModelConfig
 from xla_attention.text import Tokenizer, load_tokenizer
@@ -65,6 +65,8 @@ def prepare(config: TrainConfig, console: Console) -> Run:
         DataError, ValueError, FileNotFoundError: data, tokenizer or model that it names cannot be used.
     """
     device, description = _device(config)
+    if device.type == "xla" and config.compute_dtype == "float32":
+        use_exact_float32()
     console.print(f"device: {description}")
     tokenizer = load_tokenizer(config.tokenizer)
     end_id = document_end(config.data, tokenizer)

@@ -45,6 +45,24 @@ def test_forward_and_backward(name, seq_len, head_dim):
             assert compiled.temp_bytes < 8 * arguments
 
 
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(("seq_len", "head_dim", "dtype"), [(256, 64, "float32"), (1024, 128, "bfloat16")])
+def test_packed_documents(name, seq_len, head_dim, dtype):
+    """The kernels of `data.mask_documents`, with segment ids of queries and keys."""
+    topology = parse_topology(name)
+    kernels = flash_kernels(
+        (1, HEADS, seq_len, head_dim),
+        (1, KV_HEADS, seq_len, head_dim),
+        dtype=dtype,
+        spec=AttentionSpec(scale=head_dim**-0.5, mask=Causal()),
+        hardware=topology.hardware,
+        segments=True,
+    )
+    for kernel in kernels:
+        assert [a.dtype for a in kernel.avals[-2:]] == ["int32", "int32"]
+        compile_for_tpu(kernel.fn, kernel.avals, topology)
+
+
 def test_command_prints_a_row_for_each_kernel():
     from xla_attention.cli import app
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 from pallas_kernels.hardware import Hardware
 
 LANES = 128  # elements of a register's minor dimension: what VMEM pads head_dim to
+TABLE = Path(__file__).with_name("block_table.json")  # written by `xla-attention tune`
 
 
 def _check_positive(blocks: Any) -> None:
@@ -148,6 +153,49 @@ def _divisor(n: int, most: int) -> int:
     return max(d for d in range(LANES, max(most, LANES) + 1, LANES) if n % d == 0)
 
 
+def _spills(tile_kv: int, tile_q: int, itemsize: int) -> int:
+    """Bytes of VMEM that registers spill to; measured, for these tiles are as large as registers allow.
+
+    A float32 product is several passes of the MXU over parts of its operands, and the parts spill too.
+    """
+    return tile_kv * tile_q * (24 if itemsize == 2 else 76)
+
+
+def table_key(generation: str, direction: str, head_dim: int, length: int, dtype: str) -> str:
+    """Key of an entry of the tuned table; the length is the power of two at or above the true one."""
+    return f"{generation}/{direction}/{head_dim}/{2 ** math.ceil(math.log2(length))}/{dtype}"
+
+
+@functools.cache
+def _tuned(generation: str, direction: str, dtype: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """What ``xla-attention tune`` found best, by (head_dim, length)."""
+    entries = {}
+    for key, entry in json.loads(TABLE.read_text()).items():
+        *of, head_dim, length, dtype_ = key.split("/")
+        if (*of, dtype_) == (generation, direction, dtype):
+            entries[int(head_dim), int(length)] = entry["blocks"]
+    return entries
+
+
+def _base(direction: str, hardware: Hardware, length: int, head_dim: int, itemsize: int) -> Any:
+    """The blocks to begin with: the tuned ones of the nearest head dim and length, else a generation's own.
+
+    float32 gets tiles that it does not spill out of VMEM.
+    """
+    base = (FORWARD if direction == "forward" else BACKWARD)[hardware.name]
+    tuned = _tuned(hardware.name, direction, "bfloat16" if itemsize == 2 else "float32")
+    if tuned:
+        dims = {dim for dim, _ in tuned}
+        dim = min((d for d in dims if d >= head_dim), default=max(dims))
+        lengths = (n for d, n in tuned if d == dim)
+        base = dataclasses.replace(
+            base, **tuned[dim, min(lengths, key=lambda n: abs(math.log2(n) - math.log2(length)))]
+        )
+    if itemsize == 4 and not hardware.interpret:
+        base = dataclasses.replace(base, tile_q=min(base.tile_q, 256))
+    return base
+
+
 def choose_forward(
     q_len: int,
     kv_len: int,
@@ -166,7 +214,7 @@ def choose_forward(
         hardware: what to compile for.
         bias_itemsize: bytes of an element of the bias, 0 without one.
     """
-    base = FORWARD[hardware.name]
+    base = _base("forward", hardware, q_len, head_dim, itemsize)
     block_q = _even(q_len, base.block_q)
     # Key blocks that divide query blocks keep one border for every row of a causal mask.
     block_kv = min(
@@ -176,9 +224,13 @@ def choose_forward(
     key_bytes = itemsize * (round_up(head_dim, LANES) + round_up(value_dim, LANES))
     resident = round_up(kv_len, block_kv) * key_bytes
     transposed = round_up(kv_len, block_kv) * value_dim * itemsize
+    # q and o in two buffers, O^T and the logits
+    fixed = block_q * (2 * key_bytes + 4 * (round_up(value_dim, LANES) + block_kv))
+    fixed += _spills(base.tile_q, block_kv, itemsize)
+    vmem = min(0.65 * hardware.vmem_bytes, 0.98 * hardware.vmem_bytes - fixed)
     memory_kv, single_buffer = None, False
-    if 2 * resident + transposed > 0.65 * hardware.vmem_bytes:
-        if resident + transposed <= 0.65 * hardware.vmem_bytes:
+    if 2 * resident + transposed > vmem:
+        if resident + transposed <= vmem:
             single_buffer = True
         else:
             unit = max(block_q, block_kv)
@@ -209,29 +261,32 @@ def choose_backward(
     bias_itemsize: int = 0,
 ) -> BackwardBlocks:
     """Blocks of the backward pass, as :func:`choose_forward`; ``group``: query heads of one key head."""
-    base = BACKWARD[hardware.name]
-    lanes = round_up(head_dim, LANES)
-    # k, v and their gradients, each in two buffers, and the sums of the gradients
-    key_bytes = (lanes + round_up(value_dim, LANES)) * (4 * itemsize + 4)
+    base = _base("backward", hardware, q_len, head_dim, itemsize)
+    lanes, value_lanes = round_up(head_dim, LANES), round_up(value_dim, LANES)
+    # k, v and their gradients, each in two buffers, the sums of the gradients, and the dq that leaves
+    key_bytes = (lanes + value_lanes) * (4 * itemsize + 4) + 2 * itemsize * lanes
     dq_bytes = 4 * group * (head_dim if base.transposed else lanes)
-    while base.block_kv > 256 and (
-        base.block_kv * key_bytes > 0.35 * hardware.vmem_bytes
-        or base.block_q * dq_bytes > 0.2 * hardware.vmem_bytes
+    column_bytes = itemsize * (lanes + 2 * value_lanes)  # of q, o and do
+
+    while base.block_kv > LANES and (
+        base.block_kv * key_bytes > 0.25 * hardware.vmem_bytes
+        or min(base.block_q, q_len) * dq_bytes > 0.2 * hardware.vmem_bytes
         or 2 * base.block_kv * base.block_q * bias_itemsize > 0.3 * hardware.vmem_bytes
     ):
+        half = max(base.block_q // 2, LANES)
         base = dataclasses.replace(
             base,
             block_kv=base.block_kv // 2,
-            block_q=max(base.block_q // 2, 256),
-            tile_q=min(base.tile_q, max(base.block_q // 2, 256)),
+            block_q=half,
+            tile_q=min(base.tile_q, half),
             tile_kv=min(base.tile_kv, base.block_kv // 2),
         )
     block_kv, block_q = _even(kv_len, base.block_kv), _even(q_len, base.block_q)
-    column_bytes = itemsize * (lanes + 2 * round_up(value_dim, LANES))  # of q, o and do
     # Memory in whole key blocks lets the dq that a key block completes leave at once.
     unit = block_kv if block_kv % block_q == 0 and q_len > block_q else block_q
     q_padded = round_up(q_len, unit)
-    vmem = min(0.75 * hardware.vmem_bytes, 0.9 * hardware.vmem_bytes - block_kv * key_bytes)
+    fixed = block_kv * key_bytes + _spills(base.tile_kv, base.tile_q, itemsize)
+    vmem = min(0.75 * hardware.vmem_bytes, 0.98 * hardware.vmem_bytes - fixed)
     memory_q, chunk_q, single_buffer = q_padded, None, False
     column_bytes += block_kv * bias_itemsize
     if bias_itemsize and q_padded > 2048:
@@ -241,9 +296,13 @@ def choose_backward(
             single_buffer = True
         else:
             memory_q = max(int(0.3 * hardware.vmem_bytes) // (2 * column_bytes) // unit, 1) * unit
-            if round_up(q_len, memory_q) * dq_bytes > 0.4 * hardware.vmem_bytes:
-                memory_q = max(memory_q // 2 // unit, 1) * unit
-                chunk_q = max(int(0.25 * hardware.vmem_bytes) // dq_bytes // memory_q, 1) * memory_q
+            if round_up(q_len, memory_q) * dq_bytes + 2 * memory_q * column_bytes > vmem:
+                most = min(memory_q // 2, int(vmem) // (2 * column_bytes + dq_bytes))
+                memory_q = max(most // unit, 1) * unit
+                parts = round_up(q_len, memory_q) // memory_q
+                most = max(int(vmem - 2 * memory_q * column_bytes) // dq_bytes // memory_q, 1)
+                chunks = -(-parts // most)  # alike, so that the last is not padding
+                chunk_q = None if chunks == 1 else -(-parts // chunks) * memory_q
     border = base.border if block_q % base.border == block_kv % base.border == 0 else LANES
     return dataclasses.replace(
         base,

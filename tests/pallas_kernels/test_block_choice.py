@@ -1,15 +1,16 @@
 """The blocks that the kernels choose fit the lengths, the tilings and the memory of every generation."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.flash_attention import BackwardBlocks, ForwardBlocks
+from pallas_kernels.flash_attention import BackwardBlocks, ForwardBlocks, blocks
 from pallas_kernels.flash_attention.backward_steps import flush_width
-from pallas_kernels.flash_attention.blocks import BACKWARD, FORWARD, choose_backward, choose_forward
+from pallas_kernels.flash_attention.blocks import BACKWARD, FORWARD, TABLE, choose_backward, choose_forward
 from pallas_kernels.hardware import GENERATIONS, INTERPRETER
 from pallas_kernels.schedule import Tiling
 
@@ -60,7 +61,7 @@ def test_forward(q_len, kv_len, dim, itemsize, hardware):
 
 
 @settings(max_examples=500)
-@given(LENGTHS, LENGTHS, DIMS, st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4]), HARDWARE)
+@given(LENGTHS, LENGTHS, DIMS, st.sampled_from([1, 2, 4, 8, 32]), st.sampled_from([2, 4]), HARDWARE)
 def test_backward(q_len, kv_len, dim, group, itemsize, hardware):
     b = choose_backward(q_len, kv_len, dim, dim, group, itemsize, hardware)
     columns = b.chunk_q or up(q_len, b.memory_q)
@@ -75,9 +76,34 @@ def test_backward(q_len, kv_len, dim, group, itemsize, hardware):
 @pytest.mark.parametrize("hardware", [*GENERATIONS.values(), INTERPRETER], ids=lambda h: h.name)
 def test_long_powers_of_two_take_the_generations_own_blocks(hardware):
     """The tables hold what compiled best at such lengths; the choice changes it only to fit."""
-    assert choose_forward(4096, 4096, 128, 128, 2, hardware) == FORWARD[hardware.name]
+    key = f"{hardware.name}/%s/128/4096/bfloat16"
+    table = {key: entry["blocks"] for key, entry in json.loads(TABLE.read_text()).items()}
+    want = dataclasses.replace(FORWARD[hardware.name], **table.get(key % "forward", {}))
+    assert choose_forward(4096, 4096, 128, 128, 2, hardware) == want
     chosen = choose_backward(4096, 4096, 128, 128, 1, 2, hardware)
-    assert chosen == dataclasses.replace(BACKWARD[hardware.name], memory_q=chosen.memory_q)
+    want = dataclasses.replace(BACKWARD[hardware.name], **table.get(key % "backward", {}))
+    assert chosen == dataclasses.replace(want, memory_q=chosen.memory_q)
+
+
+def test_the_tuned_table(monkeypatch):
+    """Nearest length of the nearest head dim above; where nothing was tuned, the generation's own blocks."""
+    assert all(
+        {"blocks", "cycles", "libtpu", "command"} <= entry.keys()
+        for entry in json.loads(TABLE.read_text()).values()
+    )
+    tuned = {(64, 1024): {"block_q": 512}, (64, 8192): {"block_q": 256}, (128, 4096): {"tile_q": 128}}
+    monkeypatch.setattr(blocks, "_tuned", lambda *of: tuned if of == ("v5e", "forward", "bfloat16") else {})
+
+    def chosen(length, dim, itemsize=2, name="v5e"):
+        b = choose_forward(length, length, dim, dim, itemsize, GENERATIONS[name])
+        return b.block_q, b.tile_q
+
+    own = FORWARD["v5e"]
+    assert chosen(1024, 64) == chosen(2048, 32) == (512, own.tile_q)
+    assert chosen(4096, 64) == chosen(32768, 64) == (256, own.tile_q)
+    assert chosen(1024, 80) == chosen(4096, 256) == (own.block_q, 128)
+    assert chosen(4096, 128, itemsize=4) == (own.block_q, own.tile_q)
+    assert chosen(4096, 128, name="v5p") == (FORWARD["v5p"].block_q, FORWARD["v5p"].tile_q)
 
 
 def test_short_sequences_get_short_blocks():
@@ -92,7 +118,7 @@ def test_keys_stream_where_a_head_does_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "name"),
+    ("make", "name"),
     [
         (lambda: ForwardBlocks(block_q=256, tile_q=192), "tile_q"),
         (lambda: ForwardBlocks(block_kv=0), "block_kv"),
@@ -105,7 +131,7 @@ def test_keys_stream_where_a_head_does_not_fit():
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_blocks_that_do_not_divide_are_refused(blocks, name):
+def test_blocks_that_do_not_divide_are_refused(make, name):
     """Where they are made, by the name of what is wrong: inside a kernel they would give wrong numbers."""
     with pytest.raises(ValueError, match=name):
-        blocks()
+        make()

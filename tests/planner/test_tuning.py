@@ -11,7 +11,7 @@ from xla_attention.planner import tuning
 from xla_attention.planner.attention_case import AttentionCase
 from xla_attention.planner.compile import CompileError
 from xla_attention.planner.topology import parse_topology
-from xla_attention.planner.tuning import Trial, changed, default_blocks, table_key, tune, write_winner
+from xla_attention.planner.tuning import Trial, changed, default_blocks, key_of, tune, write_winner
 
 V5E = parse_topology("v5e:2x2")
 FORWARD = AttentionCase(1, 8, 8, 4096, 128, "bfloat16", Causal(), "forward")
@@ -121,4 +121,4 @@ def test_the_winner_goes_into_the_table(compiler, tmp_path):
 @pytest.mark.parametrize(("length", "bucket"), [(1, 1), (1024, 1024), (1025, 2048), (4000, 4096)])
 def test_lengths_are_kept_by_the_power_of_two_above(length, bucket):
     case = dataclasses.replace(FORWARD, seq_len=length)
-    assert table_key(case, V5E) == f"v5e/forward/128/{bucket}/bfloat16"
+    assert key_of(case, V5E) == f"v5e/forward/128/{bucket}/bfloat16"

@@ -63,6 +63,33 @@ def test_packed_documents(name, seq_len, head_dim, dtype):
         compile_for_tpu(kernel.fn, kernel.avals, topology)
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "head_dim", "kv_heads", "dtype"),
+    [
+        (1024, 128, 8, "float32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product((1024, 4096), (64, 128, 256), (1, 2, 8), ("float32",))
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product((1024, 8192), (64, 128, 256), (1, 8), ("bfloat16",))
+        ),
+    ],
+)
+def test_the_smallest_memory(seq_len, head_dim, kv_heads, dtype):
+    """v4 has 16 MiB of VMEM, up to 5 of them spilled registers in float32: the choice leaves room."""
+    topology = parse_topology("v4:2x2x1")
+    for kernel in flash_kernels(
+        (1, HEADS, seq_len, head_dim),
+        (1, kv_heads, seq_len, head_dim),
+        dtype=dtype,
+        spec=AttentionSpec(scale=head_dim**-0.5, mask=Causal()),
+        hardware=topology.hardware,
+    ):
+        compile_for_tpu(kernel.fn, kernel.avals, topology)
+
+
 def test_command_prints_a_row_for_each_kernel():
     from xla_attention.cli import app
 

@@ -39,10 +39,11 @@ def tune_command(
 
     from rich.console import Console
 
+    from pallas_kernels.flash_attention.blocks import TABLE
     from xla_attention.planner.attention_case import AttentionCase, parse_mask
     from xla_attention.planner.compile import CompileError
     from xla_attention.planner.topology import parse_topology
-    from xla_attention.planner.tuning import TABLE, default_blocks, table_key, write_winner
+    from xla_attention.planner.tuning import default_blocks, key_of, write_winner
 
     slice_ = parse_topology(topology)
     cases = [
@@ -64,7 +65,7 @@ def tune_command(
                 f"--dtype {dtype} --mask {mask} --limit {limit}"
             )
             write_winner(TABLE, case, slice_, trials, command)
-            console.print(f"{table_key(case, slice_)} written to {TABLE}")
+            console.print(f"{key_of(case, slice_)} written to {TABLE}")
 
 
 def _search(case: "AttentionCase", topology: "Topology", limit: int, console: "Console") -> "list[Trial]":

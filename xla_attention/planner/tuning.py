@@ -11,9 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-import pallas_kernels.flash_attention
 from pallas_kernels.flash_attention import AttentionSpec, BackwardBlocks, BlockSizes, ForwardBlocks
-from pallas_kernels.flash_attention.blocks import choose_backward, choose_forward, round_up
+from pallas_kernels.flash_attention.blocks import choose_backward, choose_forward, round_up, table_key
 from pallas_kernels.schedule import Tiling
 from xla_attention.planner.attention_case import AttentionCase
 from xla_attention.planner.compile import CompileError, compile_for_tpu, libtpu_version, write_atomically
@@ -21,7 +20,6 @@ from xla_attention.planner.kernels import flash_kernels
 from xla_attention.planner.topology import Topology
 
 Blocks = ForwardBlocks | BackwardBlocks
-TABLE = Path(pallas_kernels.flash_attention.__file__).with_name("block_table.json")
 
 # The values that are tried of each field, in the order in which fields are searched: what matters most first.
 # What keeps the kernel within VMEM (memory_kv, memory_q, chunk_q, single_buffer) is not searched.
@@ -150,10 +148,9 @@ def measure(case: AttentionCase, topology: Topology, blocks: Blocks) -> Trial:
     return Trial(blocks, sum(kernel.total for kernel in compiled.kernels))
 
 
-def table_key(case: AttentionCase, topology: Topology) -> str:
-    """``generation/pass/head_dim/length/dtype``; the length is the power of two at or above the true one."""
-    length = 2 ** math.ceil(math.log2(case.seq_len))
-    return f"{topology.generation}/{case.direction}/{case.head_dim}/{length}/{case.dtype}"
+def key_of(case: AttentionCase, topology: Topology) -> str:
+    """Of the table's entry for this case."""
+    return table_key(topology.generation, case.direction, case.head_dim, case.seq_len, case.dtype)
 
 
 def write_winner(
@@ -173,7 +170,7 @@ def write_winner(
     """
     table = json.loads(path.read_text()) if path.exists() else {}
     winner, default = trials[0], default_blocks(case, topology)
-    table[table_key(case, topology)] = entry = {
+    table[key_of(case, topology)] = entry = {
         "blocks": {name: getattr(winner.blocks, name) for name in FIELDS[case.direction]},
         "cycles": winner.cycles,
         "cycles_before": next(trial.cycles for trial in trials if trial.blocks == default),

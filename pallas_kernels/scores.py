@@ -16,6 +16,11 @@ from jaxtyping import Array, Float
 LOG2E = math.log2(math.e)
 
 
+def exp2(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
+    """2^x. As a power it stays one: jax.export, for older compilers' sake, makes ``jnp.exp2`` an exp."""
+    return lax.pow(2.0, x)
+
+
 def logits(products: Float[Array, "m n"], *, scale: float, softcap: float | None) -> Float[Array, "m n"]:
     """log2(e) times the logits: ``scale * products``, softcapped if asked."""
     if softcap is None:

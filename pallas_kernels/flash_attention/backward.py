@@ -123,7 +123,7 @@ class _Pass:
                 s = s + self.extra.bias[0, 0, queries(t), keys].astype(f32).T * scores.LOG2E
             if t.place is not None:
                 s = self.hide(s, t, queries(t))
-            p = jnp.exp2(s)
+            p = scores.exp2(s)
             ds = p * (dp - delta[:, here])
             ds = scores.products_gradient(ds, logits, softcap=self.spec.softcap)
             return p.astype(k.dtype), ds.astype(k.dtype)

@@ -95,9 +95,9 @@ class _Pass:
         if not first:
             old = self.m[:, cols]
             m = jnp.maximum(old, m)
-            alpha = jnp.exp2(old - m)
+            alpha = scores.exp2(old - m)
         self.m[:, cols] = m
-        p = jnp.exp2(s - m[:1])
+        p = scores.exp2(s - m[:1])
         if not self.blocks.mxu_row_sums:
             total = jnp.sum(p.reshape(n // 8, 8, width), axis=0)
             self.total[:, cols] = total if first else alpha * self.total[:, cols] + total
@@ -140,8 +140,8 @@ class _Pass:
             if self.extra.sinks is not None:  # one more key, whose value is zero
                 sink = self.extra.sinks[self.head] * scores.LOG2E + left_out
                 top = jnp.maximum(m, sink)
-                keep = jnp.exp2(m - top)
-                total = keep * total + jnp.exp2(sink - top)
+                keep = scores.exp2(m - top)
+                total = keep * total + scores.exp2(sink - top)
                 factor, lse = keep / total, top + jnp.log2(total)
             else:
                 seen = m > MASKED / 2  # a query that saw nothing has summed masked keys

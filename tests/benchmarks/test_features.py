@@ -22,12 +22,12 @@ def test_quick_cases_are_within_the_limits(first_device):
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     cases = feature_cases.grid(quick=True)
-    assert len(cases) == 12
+    assert len(cases) == 13
     for case in cases:
         (row,) = [line for line in lines if str(case) in line]
         results = 5 + (case.score.bias is not None) + case.score.sinks
         assert row.count("/") - str(case).count("/") == results
-    assert "12 cases, 12 measured" in result.output
+    assert "13 cases, 13 measured" in result.output
     assert "; 0 failures" in result.output
 
 

@@ -273,9 +273,7 @@ class PerHead:
     def _combined(self, combine: Callable[[Mask, Mask], Mask], other: Mask | PerHead) -> PerHead:
         if not isinstance(other, Mask | PerHead):
             return NotImplemented
-        theirs = of_heads(other)
-        if len(theirs) == 1:
-            theirs = theirs * len(self.masks)
+        theirs = other.masks if isinstance(other, PerHead) else (other,) * len(self.masks)
         if len(theirs) != len(self.masks):
             raise ValueError(f"masks: got {len(self.masks)} heads and {len(theirs)}, which must be equal")
         return PerHead([combine(mine, its) for mine, its in zip(self.masks, theirs)])

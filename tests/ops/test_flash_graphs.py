@@ -202,6 +202,18 @@ def test_torch_compile_in_eager_torch(first_device, fresh_dynamo):
     close([x.grad for x in got], [x.grad for x in want])
 
 
+def test_torch_compile_with_masks_of_heads(first_device, fresh_dynamo):
+    heads = masks.PerHead([masks.Causal(), ~masks.Chunked(5)] * 2)
+
+    def attention(q, k, v):
+        return flash_attention(q, k, v, mask=heads, sliding_window=(9, 9)).sin()
+
+    want, got = inputs("cpu"), inputs("cpu")
+    attention(*want).sum().backward()
+    torch.compile(attention, backend="aot_eager", fullgraph=True)(*got).sum().backward()
+    close([x.grad for x in got], [x.grad for x in want])
+
+
 def test_operators_satisfy_torchs_own_checks(first_device):
     q, k, v = inputs(first_device)
     spec = intern_static(AttentionSpec(scale=0.2))

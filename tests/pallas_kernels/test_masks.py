@@ -170,6 +170,7 @@ def test_masks_of_heads_compose_head_by_head():
         (lambda: PerHead([Full(), 3]), TypeError, "masks: got int for head 1, needs a Mask"),
         (lambda: PerHead([PerHead([Full()])]), TypeError, "masks: got PerHead for head 0"),
         (lambda: PerHead([Full()] * 2) | PerHead([Full()] * 3), ValueError, "masks: got 2 heads and 3"),
+        (lambda: PerHead([Full()]) & PerHead([Full()] * 3), ValueError, "masks: got 1 heads and 3"),
         (lambda: Causal() & 3, TypeError, "unsupported operand"),
         (lambda: Full() & 3, TypeError, "unsupported operand"),
         (lambda: PerHead([Full()]) | 3, TypeError, "unsupported operand"),

@@ -173,7 +173,7 @@ def report(*, quick: bool = False, verbose: bool = False) -> bool:
     """
     _, device = pick_device()
     console = Console()
-    console.width = max(console.width, 220 if verbose else 140)  # a row stays on one line, in a file too
+    console.width = max(console.width, 240 if verbose else 140)  # a row stays on one line, in a file too
     cases = grid(quick=quick)
     rows, complaints = [], []
     for case in track(cases, "Measuring", console=console, transient=True):
@@ -238,9 +238,9 @@ def _table_beside_sdpa(rows: list[list[Error]]) -> Table:
     """The largest ratios of our errors in bfloat16 to those of torch's attention."""
     table = Table(
         title="bfloat16: ours / SDPA's error on CPU, largest of the cases",
-        caption="flash: what torch dispatches to if head_dim and value_dim are equal; v is padded here\n"
-        f"math: computes in float32, rounds the results alone\nlimit: {BFLOAT16_RATIO} of flash, or 2^-9; "
-        "no SDPA: lse, dbias, dsinks, cases with a softcap",
+        caption="flash: what torch dispatches to for one head dim (v is padded)\n"
+        "math: computes in float32, rounds the results alone\n"
+        f"limit: {BFLOAT16_RATIO} of flash, or 2^-9; softcap: no SDPA",
     )
     for name in ("of", "cases", "ours", "SDPA flash", "SDPA math", "ours / flash", "ours / math"):
         table.add_column(name, justify="left" if name == "of" else "right", no_wrap=True)

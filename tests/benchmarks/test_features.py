@@ -15,7 +15,9 @@ def run(*options):
     from xla_attention.cli import app
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # the command's would stay
+        # The command's would stay.
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        patch.setenv("XLA_COMPILATION_CACHE_SIZE", os.environ.get("XLA_COMPILATION_CACHE_SIZE", "2048"))
         return CliRunner().invoke(app, ["bench", "features", *options])
 
 

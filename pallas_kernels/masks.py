@@ -8,12 +8,13 @@ A mask never becomes an array of queries by keys. It answers two questions:
   pair, is visible. Integer arrays broadcast, so one call answers for many tiles. The answer may be
   cautious (any when none, not every when every) only for composed masks; it costs work, never a result.
 
-Masks compose with ``&``, ``|`` and ``~``.
+Masks compose with ``&``, ``|`` and ``~``. :class:`PerHead` holds one for each query head.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,12 @@ class Mask:
         return False
 
     def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
         return self if isinstance(other, Full) else And(self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, other)
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> Mask:
         return Not(self)
@@ -69,7 +72,7 @@ class Full(Mask):
         return True
 
     def __and__(self, other: Mask) -> Mask:
-        return other
+        return other if isinstance(other, Mask) else NotImplemented
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,3 +228,57 @@ class Not(Mask):
     @property
     def shift_invariant(self) -> bool:
         return self.mask.shift_invariant
+
+
+@dataclasses.dataclass(frozen=True)
+class PerHead:
+    """A mask for each query head, such as local attention in some heads and global in others.
+
+    What splash attention calls ``MultiHeadMask``. ``&``, ``|`` and ``~`` work head by head; a single mask on
+    the other side stands for all heads.
+
+    Attributes:
+        masks: one for each query head, in order; any sequence is taken.
+
+    Raises:
+        TypeError: an element is no single mask.
+        ValueError: there is none, or two of these that are combined have different numbers of heads.
+    """
+
+    masks: Sequence[Mask]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "masks", tuple(self.masks))
+        if not self.masks:
+            raise ValueError("masks: got none, needs one for each query head")
+        for head, mask in enumerate(self.masks):
+            if not isinstance(mask, Mask):
+                raise TypeError(f"masks: got {type(mask).__name__} for head {head}, needs a Mask")
+
+    def __and__(self, other: Mask | PerHead) -> PerHead:
+        return self._combined(lambda mine, theirs: mine & theirs, other)
+
+    def __rand__(self, other: Mask) -> PerHead:
+        return self._combined(lambda mine, theirs: theirs & mine, other)
+
+    def __or__(self, other: Mask | PerHead) -> PerHead:
+        return self._combined(lambda mine, theirs: mine | theirs, other)
+
+    def __ror__(self, other: Mask) -> PerHead:
+        return self._combined(lambda mine, theirs: theirs | mine, other)
+
+    def __invert__(self) -> PerHead:
+        return PerHead([~mask for mask in self.masks])
+
+    def _combined(self, combine: Callable[[Mask, Mask], Mask], other: Mask | PerHead) -> PerHead:
+        if not isinstance(other, Mask | PerHead):
+            return NotImplemented
+        theirs = other.masks if isinstance(other, PerHead) else (other,) * len(self.masks)
+        if len(theirs) != len(self.masks):
+            raise ValueError(f"masks: got {len(self.masks)} heads and {len(theirs)}, which must be equal")
+        return PerHead([combine(mine, its) for mine, its in zip(self.masks, theirs)])
+
+
+def of_heads(mask: Mask | PerHead) -> tuple[Mask, ...]:
+    """The mask of each head, or the one of all."""
+    return mask.masks if isinstance(mask, PerHead) else (mask,)

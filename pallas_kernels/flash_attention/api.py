@@ -12,16 +12,17 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.flash_attention import backward as _backward
 from pallas_kernels.flash_attention import forward as _forward
+from pallas_kernels.flash_attention import per_head
 from pallas_kernels.flash_attention.blocks import BlockSizes, choose_backward, choose_forward, round_up
 from pallas_kernels.flash_attention.operand_gradients import operand_gradients
 from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.masks import KeyLength
+from pallas_kernels.masks import KeyLength, PerHead
 
 SUBLANES = 16  # rows of a packed register of bfloat16: head_dim is a row count once transposed
 
 
-def _check(q: Array, k: Array, v: Array) -> None:
+def _check(q: Array, k: Array, v: Array, spec: AttentionSpec) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {x.shape}, expected [batch, heads, seq, head_dim]")
@@ -37,6 +38,8 @@ def _check(q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"k: got shape {k.shape}, its batch and head_dim must be those of q, {q.shape}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"k: got {k.shape[1]} heads, which must divide the {q.shape[1]} heads of q")
+    if isinstance(spec.mask, PerHead) and len(spec.mask.masks) != q.shape[1]:
+        raise ValueError(f"mask: got masks of {len(spec.mask.masks)} heads, q has {q.shape[1]}")
 
 
 def _heads(x: Array, length: int) -> Array:
@@ -104,7 +107,10 @@ def flash_forward(
     Raises:
         ValueError, TypeError: shapes or types do not fit together; the message names the argument.
     """
-    _check(q, k, v)
+    _check(q, k, v, spec)
+    if isinstance(spec.mask, PerHead):
+        run = functools.partial(flash_forward, hardware=hardware)
+        return per_head.forward(run, q, k, v, operands, spec)
     batch, heads, q_len, dim = q.shape
     kv_len, value_dim = v.shape[2:]
     blocks = (spec.block_sizes or BlockSizes()).forward or choose_forward(
@@ -157,7 +163,10 @@ def flash_backward(
     Raises:
         ValueError, TypeError: as :func:`flash_forward`.
     """
-    _check(q, k, v)
+    _check(q, k, v, spec)
+    if isinstance(spec.mask, PerHead):
+        run = functools.partial(flash_backward, hardware=hardware)
+        return per_head.backward(run, q, k, v, o, lse, do, dlse, operands, spec)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
     blocks = (spec.block_sizes or BlockSizes()).backward or choose_backward(

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.flash_attention.spec import AttentionSpec, Operands
+from pallas_kernels.masks import of_heads
 
 BLOCK = 512  # queries at a time
 
@@ -71,7 +72,7 @@ def _bias_gradient(
             distance = jnp.abs(rows[:, None] + spec.query_offset - columns)
             s = s - operands.alibi_slopes[:, None, None] * distance
         s = s + cut(operands.bias)
-        seen = spec.mask.visible(rows[:, None], columns[None, :])
+        seen = jnp.stack([mask.visible(rows[:, None], columns[None, :]) for mask in of_heads(spec.mask)])
         if operands.q_segment_ids is not None:
             ids = cut(operands.q_segment_ids, 1)[:, :, None] == operands.kv_segment_ids[:, None, :]
             seen = seen & ids[:, None]

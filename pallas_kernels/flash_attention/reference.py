@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_kernels.flash_attention.spec import HIDDEN, NO_OPERANDS, AttentionSpec, Operands
+from pallas_kernels.masks import of_heads
 
 
 def attention_reference(
@@ -54,7 +55,7 @@ def attention_reference(
     if operands.alibi_slopes is not None:
         distance = xp.abs(rows + spec.query_offset - columns)
         s = s - per_head(operands.alibi_slopes[:, None, None] * distance)
-    seen = spec.mask.visible(rows, columns)
+    seen = per_head(xp.stack([mask.visible(rows, columns) for mask in of_heads(spec.mask)]))
     if operands.bias is not None:
         bias = per_head(operands.bias)
         s = s + bias

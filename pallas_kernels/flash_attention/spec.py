@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.flash_attention.blocks import BlockSizes
-from pallas_kernels.masks import Full, Mask
+from pallas_kernels.masks import Full, Mask, PerHead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class AttentionSpec:
 
     Attributes:
         scale: factor of the logits ``q k^T``.
-        mask: which keys each query sees.
+        mask: which keys each query sees, in all heads or in each.
         softcap: if given, logits become ``softcap * tanh(logits / softcap)`` before anything is added to them
             (Gemma 2, arXiv:2408.00118).
         query_offset: position of query 0 among the keys, for ALiBi distances.
@@ -25,7 +25,7 @@ class AttentionSpec:
     """
 
     scale: float
-    mask: Mask = Full()
+    mask: Mask | PerHead = Full()
     softcap: float | None = None
     query_offset: int = 0
     block_sizes: BlockSizes | None = None

@@ -4,16 +4,20 @@ import os
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
-from xla_attention.benchmarks import feature_cases, features
+from xla_attention.benchmarks import feature_cases, feature_sdpa, features
+from xla_attention.benchmarks.feature_sdpa import SdpaError
 
 
 def run(*options):
     from xla_attention.cli import app
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # the command's would stay
+        # The command's would stay.
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        patch.setenv("XLA_COMPILATION_CACHE_SIZE", os.environ.get("XLA_COMPILATION_CACHE_SIZE", "2048"))
         return CliRunner().invoke(app, ["bench", "features", *options])
 
 
@@ -22,12 +26,12 @@ def test_quick_cases_are_within_the_limits(first_device):
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     cases = feature_cases.grid(quick=True)
-    assert len(cases) == 12
+    assert len(cases) == 13
     for case in cases:
         (row,) = [line for line in lines if str(case) in line]
         results = 5 + (case.score.bias is not None) + case.score.sinks
         assert row.count("/") - str(case).count("/") == results
-    assert "12 cases, 12 measured" in result.output
+    assert "13 cases, 13 measured" in result.output
     assert "; 0 failures" in result.output
 
 
@@ -80,6 +84,35 @@ def test_the_grid_is_wide_enough():
 def test_limits(definition, flex, passes):
     case = feature_cases.grid()[0]
     assert features.Error(case, "o", definition, flex).passes is passes
+
+
+@pytest.mark.parametrize(
+    ("fused", "limit"), [(2e-3, 3e-3), (1e-4, 2**-9), (1.0, 2**-8)], ids=["ratio", "own rounding", "absolute"]
+)
+def test_limits_by_the_error_of_sdpa(fused, limit):
+    case = next(case for case in feature_cases.grid() if case.dtype == torch.bfloat16)
+    assert features.Error(case, "o", 0.0, 0.0, SdpaError(fused, 0.0)).limit == pytest.approx(limit)
+
+
+@pytest.mark.parametrize("mask", feature_cases.MASKS, ids=lambda mask: mask.__name__)
+def test_sdpa_computes_the_same_attention(mask, first_device):
+    """The output, in float64; its gradients are torch's business."""
+    shape = feature_cases.Shape(2, 4, 2, 60, 70, 32, 16)
+    score = feature_cases.Score(bias="batch x heads", alibi=True, sinks=True, scale=0.2)
+    problem = feature_cases.Case(mask, score, shape, torch.float32).build()
+    added, blind = feature_sdpa._additive_mask(problem)
+    tensors = [problem.leaves[name] for name in "qkv"]
+    do = torch.ones_like(problem.do).masked_fill(blind, 0.0)
+    o, *_ = feature_sdpa._results(tensors, added, do, problem, SDPBackend.MATH, torch.float64)
+    wide = {name: x.double() for name, x in problem.leaves.items()}
+    want, _ = features._operator(problem, wide)
+    torch.testing.assert_close(o, want.masked_fill(blind, 0.0), rtol=0, atol=1e-12)
+
+
+def test_sdpa_has_no_softcap():
+    shape, score = feature_cases.SHAPES[0], feature_cases.Score(softcap=2.0)
+    problem = feature_cases.Case(feature_cases.causal, score, shape, torch.bfloat16).build()
+    assert feature_sdpa.sdpa_errors(problem) == {}
 
 
 def test_a_row_that_sees_nothing_must_do_so_in_both():

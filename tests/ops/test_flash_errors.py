@@ -5,7 +5,7 @@ import torch
 from operator_cases import to
 
 from pallas_kernels.flash_attention import BlockSizes
-from xla_attention import flash_attention
+from xla_attention import flash_attention, masks
 
 
 def tensors(q=(2, 4, 8, 32), k=(2, 2, 8, 32), v=None, dtype=torch.float32, device="cpu"):
@@ -56,6 +56,8 @@ def test_shapes(shapes, message, device):
         ({"sliding_window": (1, 2, 3)}, TypeError, r"sliding_window: got \(1, 2, 3\), needs an int, a pair"),
         ({"sliding_window": (1.0, None)}, TypeError, "sliding_window: got 1.0, needs an int"),
         ({"mask": "causal"}, TypeError, "mask: got str, needs a value of xla_attention.masks or a bool"),
+        ({"mask": [masks.Causal()] * 4}, TypeError, r"mask: got list, needs .* masks.PerHead\(\[...\]\)"),
+        ({"mask": masks.PerHead([masks.Full()] * 3)}, ValueError, "mask: got masks of 3 heads, q has 4"),
         ({"block_sizes": (128, 128)}, TypeError, "block_sizes: got tuple, needs BlockSizes or None"),
     ],
 )

@@ -11,7 +11,7 @@ from pallas_kernels import schedule
 from pallas_kernels.flash_attention import BackwardBlocks, BlockSizes, ForwardBlocks
 from pallas_kernels.flash_attention.blocks import choose_backward, choose_forward
 from pallas_kernels.hardware import GENERATIONS
-from pallas_kernels.masks import And, Causal, Chunked, Full, KeyLength, Or, SlidingWindow
+from pallas_kernels.masks import And, Causal, Chunked, Full, KeyLength, Not, Or, SlidingWindow
 
 WINDOW = SlidingWindow(199)
 
@@ -194,11 +194,13 @@ def any_case(draw):
         st.builds(Chunked, st.integers(50, 400)),
         st.builds(KeyLength, length),
     )
+    simple = st.one_of(simple, simple.map(Not))
     mask = draw(st.one_of(simple, st.builds(And, simple, simple), st.builds(Or, simple, simple)))
     heads = draw(st.sampled_from([(1, 1), (2, 1), (3, 3)]))
     shape = (1, *heads, draw(length), draw(length), 16)
     # With a gradient of lse no gradient vanishes where queries see one key.
-    return Case(shape, mask, block_sizes=BlockSizes(f, b), with_dlse=True)
+    dtype = draw(st.sampled_from(list(LIMITS)))
+    return Case(shape, mask, block_sizes=BlockSizes(f, b), dtype=dtype, with_dlse=True)
 
 
 @pytest.mark.slow

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_masks import leaves, masks
 
-from pallas_kernels.masks import And, Causal, Chunked, Full, KeyLength, Not, Or, SlidingWindow, prefix_lm
+from pallas_kernels.masks import (
+    And,
+    Causal,
+    Chunked,
+    Full,
+    KeyLength,
+    Not,
+    Or,
+    PerHead,
+    SlidingWindow,
+    prefix_lm,
+)
 
 POSITION, SIDE = st.integers(0, 64), st.integers(1, 24)
 TILES = st.lists(st.tuples(POSITION, SIDE, POSITION, SIDE), min_size=1, max_size=6)
@@ -139,3 +150,32 @@ def test_different_masks_differ():
 def test_full_is_neutral(mask):
     assert (mask & Full()) == mask
     assert (Full() & mask) == mask
+
+
+def test_masks_of_heads_compose_head_by_head():
+    two = PerHead([Causal(), Chunked(8)])
+    assert (two & KeyLength(5)).masks == (Causal() & KeyLength(5), Chunked(8) & KeyLength(5))
+    assert (KeyLength(5) & two).masks == (KeyLength(5) & Causal(), KeyLength(5) & Chunked(8))
+    assert (two | KeyLength(5)).masks == (Causal() | KeyLength(5), Chunked(8) | KeyLength(5))
+    assert (KeyLength(5) | two).masks == (KeyLength(5) | Causal(), KeyLength(5) | Chunked(8))
+    assert (two & ~two).masks == (Causal() & ~Causal(), Chunked(8) & ~Chunked(8))
+    assert Full() & two == two & Full() == two
+    assert len({two, PerHead((Causal(), Chunked(8)))}) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: PerHead([]), ValueError, "masks: got none, needs one for each query head"),
+        (lambda: PerHead([Full(), 3]), TypeError, "masks: got int for head 1, needs a Mask"),
+        (lambda: PerHead([PerHead([Full()])]), TypeError, "masks: got PerHead for head 0"),
+        (lambda: PerHead([Full()] * 2) | PerHead([Full()] * 3), ValueError, "masks: got 2 heads and 3"),
+        (lambda: PerHead([Full()]) & PerHead([Full()] * 3), ValueError, "masks: got 1 heads and 3"),
+        (lambda: Causal() & 3, TypeError, "unsupported operand"),
+        (lambda: Full() & 3, TypeError, "unsupported operand"),
+        (lambda: PerHead([Full()]) | 3, TypeError, "unsupported operand"),
+    ],
+)
+def test_what_composes_with_nothing_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

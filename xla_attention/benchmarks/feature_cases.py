@@ -175,6 +175,29 @@ def dense_of_heads(shape: Shape, random: torch.Generator) -> tuple[Options, Mask
     return options, lambda b, h, q, kv: shown[b * 0, h, q, kv] & (kv <= q)
 
 
+def masks_of_heads(shape: Shape, random: torch.Generator) -> tuple[Options, MaskMod]:
+    """Shared unevenly: the first two heads are local, the others alternate."""
+    shown = masks.Causal(20), masks.SlidingWindow(40, 5)
+    which = torch.tensor([1, 1, 0, 1, 0])[: shape.heads]
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        local = (kv >= q - 40) & (kv <= q + 5)
+        return torch.where(which[h] == 1, local, kv <= q + 20)
+
+    return {"mask": masks.PerHead([shown[n] for n in which])}, mask_mod
+
+
+def documents_and_masks_of_heads(shape: Shape, random: torch.Generator) -> tuple[Options, MaskMod]:
+    """In packed documents: every head another chunk size, one of them all."""
+    options, same_document = documents(shape, random)
+    sizes = torch.tensor([1000, 33, 64, 17])[: shape.heads]
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return same_document(b, h, q, kv) & (q // sizes[h] == kv // sizes[h])
+
+    return options | {"mask": masks.PerHead([masks.Chunked(int(n)) for n in sizes])}, mask_mod
+
+
 def windowed_documents(shape: Shape, random: torch.Generator) -> tuple[Options, MaskMod]:
     options, same_document = documents(shape, random)
     return options | {"sliding_window": 30}, lambda b, h, q, kv: same_document(b, h, q, kv) & (kv > q - 30)
@@ -209,6 +232,8 @@ MASKS = (
     lengths,
     dense,
     dense_of_heads,
+    masks_of_heads,
+    documents_and_masks_of_heads,
     windowed_documents,
     all_at_once,
 )

@@ -67,6 +67,8 @@ def bench_features(
     """
     # Each case is a program that runs for milliseconds: LLVM's optimizations would take half of the time.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # And none runs again: kept, hundreds of them meet Linux's limit on a process's memory mappings.
+    os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "8")
 
     from xla_attention.benchmarks.features import report
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pallas_kernels.flash_attention import AttentionSpec, BlockSizes, Operands, attention_reference
-from pallas_kernels.masks import Causal, Full, Mask, SlidingWindow
+from pallas_kernels.masks import Causal, Full, Mask, PerHead, SlidingWindow
 from xla_attention.ops.checks import check_finite, check_operands, check_qkv, check_tensor
 from xla_attention.ops.flash_ops import kernel_attention
 
@@ -28,7 +28,7 @@ def flash_attention(
     is_causal: bool = False,
     causal_alignment: str = "top_left",
     scale: float | None = None,
-    mask: Mask | Tensor | None = None,
+    mask: Mask | PerHead | Tensor | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
@@ -71,9 +71,12 @@ def flash_attention(
             not ``q_lens`` and ``kv_lens``.
         scale: factor of the logits, default ``head_dim ** -0.5``.
         mask: a value of ``xla_attention.masks``, asked about indices of queries and keys as they lie in the
-            tensors: tiles that it empties cost nothing. Or bool ``[1 or batch, 1 or heads, q_len, kv_len]``,
-            True where a key is seen: it becomes a bias of -1e30 where False, in bfloat16 or, broadcast with
-            ``bias``, in that one's dtype, so it takes that memory, and hides pairs without saving their time.
+            tensors: tiles that it empties cost nothing. Or ``masks.PerHead([...])``, one for each query
+            head: the kernels run once for each mask among them, on the heads that have it (more than once
+            only if it is that of more heads of one key head than of another). Or bool ``[1 or batch,
+            1 or heads, q_len, kv_len]``, True where a key is seen: it becomes a bias of -1e30 where False, in
+            bfloat16 or, broadcast with ``bias``, in that one's dtype, so it takes that memory, and hides
+            pairs without saving their time.
         sliding_window: ``(left, right)``: a query at position ``p`` sees keys from ``p - left`` to
             ``p + right``; None leaves a side open. ``n``: with ``is_causal``, the ``n`` keys up to and
             including the query's own (Mistral, arXiv:2310.06825), which is ``(n - 1, 0)``.
@@ -125,11 +128,14 @@ def flash_attention(
     seen = _window(is_causal, sliding_window, offset)
     if isinstance(mask, Tensor):
         operands = operands._replace(bias=_fold(mask, bias, q, k))
-    elif isinstance(mask, Mask):
+    elif isinstance(mask, Mask | PerHead):
+        if isinstance(mask, PerHead) and len(mask.masks) != q.shape[1]:
+            raise ValueError(f"mask: got masks of {len(mask.masks)} heads, q has {q.shape[1]}")
         seen = seen & mask
     elif mask is not None:
         raise TypeError(
-            f"mask: got {type(mask).__name__}, needs a value of xla_attention.masks or a bool tensor"
+            f"mask: got {type(mask).__name__}, needs a value of xla_attention.masks or a bool tensor; one "
+            "mask for each head is masks.PerHead([...])"
         )
     spec = AttentionSpec(
         scale=int(q.shape[-1]) ** -0.5 if scale is None else check_finite("scale", scale),

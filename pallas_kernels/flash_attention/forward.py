@@ -115,7 +115,7 @@ class _Pass:
         """Hides pairs of a tile that begins at ``key`` of VMEM; ``place`` is its (query, key) position."""
         ids = None
         if self.extra.q_segment_ids is not None:
-            keys = pl.ds(key, s.shape[0])
+            keys = pl.ds(pl.multiple_of(key, LANES), s.shape[0])
             ids = self.extra.q_segment_ids[0, :, cols], self.extra.kv_segment_ids[0, :, keys]
         return hide(s, self.spec.mask, place, ids)
 

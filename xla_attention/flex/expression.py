@@ -108,7 +108,7 @@ def number(arg: Any) -> bool | int | float | None:
 
 
 def rebuild(root: Node, change: Callable[[Node], Node | None]) -> Node:
-    """``root`` with what ``change`` returns for a node in its place, where it returns one; from the root down."""
+    """``root`` with what ``change`` returns in a node's place, where it returns one; from the root down."""
     done: dict[Node, Node] = {}
 
     def visit(n: Node) -> Node:

@@ -14,9 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.flash_attention.blocks import LANES
 from pallas_kernels.flash_attention.tiles import as_column
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.score_function import Along, ScoreFunction
+
+
+SUBLANES = 8  # rows of a register of 32 bits
 
 
 def pad_operands(
@@ -183,26 +187,35 @@ class ScoreTiles:
         if along == "key":
             return as_column(ref[0, 0, :, keys])
         if along == "distance":
-            n, m = shape
-            start = pl.multiple_of(self.kv_padded + place[0] - place[1] - n, 128)
-            return by_distance(ref[0, 0, :, pl.ds(start, n + m)], n, self.strided_roll)
+            return self._by_distance(ref, place, shape)
         x = ref[0, 0, queries, keys]
         return (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x).T
+
+
+    def _by_distance(self, ref: Any, place: tuple[Any, Any], shape: tuple[int, int]) -> Array:
+        """Piece by piece of keys, so that no piece needs many more registers than the tile has."""
+        pieces = []
+        for key in range(0, shape[0], LANES):
+            start = pl.multiple_of(self.kv_padded + place[0] - place[1] - key - LANES, LANES)
+            window = ref[0, 0, :, pl.ds(start, LANES + shape[1])]
+            pieces.append(by_distance(window, LANES, self.strided_roll))
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=0)
 
 
 def by_distance(window: Array, n: int, strided_roll: bool) -> Array:
     """The ``(n, m)`` tile ``[i, j] -> window[0, n + j - i]`` of a window ``(1, n + m)``.
 
-    Without a strided roll, row i is rolled in as many steps as its number has bits.
+    Without a strided roll, the rows of one register are rolled in as many steps as their numbers have bits, and
+    then register by register as a whole.
     """
     m = window.shape[1] - n
-    rows = jnp.broadcast_to(window, (n, n + m))
     if strided_roll:
-        return pltpu.roll(rows, m, 1, stride=1, stride_axis=0)[:, :m]
+        return pltpu.roll(jnp.broadcast_to(window, (n, n + m)), m, 1, stride=1, stride_axis=0)[:, :m]
+    rows = jnp.broadcast_to(window, (SUBLANES, n + m))
     number = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-    for bit in range((n - 1).bit_length()):
-        rows = jnp.where((number >> bit) & 1 == 1, pltpu.roll(rows, 1 << bit, 1), rows)
-    return pltpu.roll(rows, m, 1)[:, :m]
+    for bit in (1, 2, 4):
+        rows = jnp.where(number & bit != 0, pltpu.roll(rows, bit, 1), rows)
+    return jnp.concatenate([pltpu.roll(rows, m + at, 1)[:, :m] for at in range(0, n, SUBLANES)], axis=0)
 
 
 def by_block(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -74,7 +75,6 @@ def trace(fn: Callable[..., Tensor], kind: Kind) -> Traced:
             with fakes, _Captures(fakes) as captures:
                 _check_result(fn(*scalars()), kind, name)
             captured = tuple(captures.found)
-            versions = [x._version for x in captured]
 
             def on(*args: Tensor) -> Tensor:
                 arguments = len(_ARGUMENTS[kind])
@@ -82,18 +82,20 @@ def trace(fn: Callable[..., Tensor], kind: Kind) -> Traced:
                     return fn(*args[:arguments])
 
             stand_ins = [captures.stand_in(x) for x in captured]
-            traced = make_fx(on, tracing_mode="fake", decomposition_table=_decompositions())(
-                *scalars(), *stand_ins
-            )
-    except (FlexTraceError, TypeError) as error:
-        if isinstance(error, FlexTraceError) or "positional argument" in str(error):
-            raise FlexTraceError(_in_our_words(error, name, kind)) from error
-        raise FlexTraceError(_in_our_words(error, name, kind)) from error
+            graph = _graph(on, [*scalars(), *stand_ins])
+            if any(map(_mutates, graph.nodes)):  # of the function's own tensors, as in `score += x`
+                graph = _graph(torch.func.functionalize(on), [*scalars(), *stand_ins])
     except Exception as error:
         raise FlexTraceError(_in_our_words(error, name, kind)) from error
-    if any(x._version != version for x, version in zip(captured, versions)):
-        raise FlexTraceError(_MUTATION.format(name=name))
-    return Traced(_translate(traced.graph, kind, name, len(captured)), captured)
+    return Traced(_translate(graph, kind, name, len(captured)), captured)
+
+
+def _graph(fn: Callable[..., Tensor], args: list[Tensor]) -> torch.fx.Graph:
+    return make_fx(fn, tracing_mode="fake", decomposition_table=_decompositions())(*args).graph
+
+
+def _mutates(n: torch.fx.Node) -> bool:
+    return n.op == "call_function" and n.target._schema.is_mutable
 
 
 class _Captures(TorchFunctionMode):
@@ -139,6 +141,10 @@ class _Captures(TorchFunctionMode):
                 f"it makes a tensor of shape {tuple(made.shape)} at every call; make it outside, and let the "
                 "function capture it"
             )
+        name = getattr(func, "__name__", "")
+        changes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+        if changes and self.known is None and not isinstance(args[0], FakeTensor):
+            raise FlexTraceError(_MUTATION)
         args, kwargs = pytree.tree_map(self.swap, (args, kwargs))
         if func is Tensor.__getitem__:
             x, index = args
@@ -172,9 +178,7 @@ def _check_result(result: Any, kind: Kind, name: str) -> None:
         raise FlexTraceError(f"it returns {result.dtype}, needs a float; for a mask, use mask_mod")
 
 
-_MUTATION = (
-    "{name}: it changes a captured tensor in place; compute a new value, as in `x + 1` for `x.add_(1)`"
-)
+_MUTATION = "it changes a captured tensor in place; compute a new value, as `x + 1` for `x.add_(1)`"
 
 
 def _in_our_words(error: Exception, name: str, kind: Kind) -> str:
@@ -197,6 +201,15 @@ def _in_our_words(error: Exception, name: str, kind: Kind) -> str:
 def _translate(graph: torch.fx.Graph, kind: Kind, name: str, captured: int) -> Node:
     given = expression.inputs()
     names = [*(given[argument] for argument in _ARGUMENTS[kind]), *range(captured)]
+    own = list(itertools.islice(graph.nodes, len(_ARGUMENTS[kind])))
+    for n in graph.nodes:
+        if _mutates(n) and n.args[0] not in own:
+            raise FlexTraceError(f"{name}: {_MUTATION}")
+        if n.op == "call_function" and torch.Tag.nondeterministic_seeded in n.target.tags:
+            raise FlexTraceError(
+                f"{name}: {n.target} is random, and the backward pass would draw again; capture a tensor that "
+                "is drawn before the call"
+            )
     done: dict[torch.fx.Node, Node] = {}
     arguments = iter(names)
     for n in graph.nodes:
@@ -208,25 +221,18 @@ def _translate(graph: torch.fx.Graph, kind: Kind, name: str, captured: int) -> N
                     "captured", argument, dtype=_dtype(value.dtype, name), shape=tuple(value.shape)
                 )
             done[n] = argument
-        elif n.op == "call_function":
+        elif n.op == "call_function" and not _mutates(n):
             done[n] = _call(n, done, name)
         elif n.op == "output":
             (result,) = n.args if not isinstance(n.args[0], tuple) else n.args[0]
             return done[result]
-        else:
+        elif n.op == "get_attr":
             raise FlexTraceError(f"{name}: {n.op} {n.target} is a tensor that is made inside; capture it")
     raise AssertionError("a graph has an output")
 
 
 def _call(n: torch.fx.Node, done: dict[torch.fx.Node, Node], name: str) -> Node:
     op, value = n.target.overloadpacket.__name__, n.meta["val"]
-    if torch.Tag.nondeterministic_seeded in n.target.tags:
-        raise FlexTraceError(
-            f"{name}: {n.target} is random, and the backward pass would draw again; capture a tensor drawn "
-            "before the call"
-        )
-    if n.target._schema.is_mutable:
-        raise FlexTraceError(_MUTATION.format(name=name))
     if not isinstance(value, Tensor):
         raise FlexTraceError(f"{name}: {n.target} does not return a tensor")
     args = _arguments(n.args, done)

@@ -19,7 +19,6 @@ from pallas_kernels.flash_attention.tiles import as_column
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.score_function import Along, ScoreFunction
 
-
 SUBLANES = 8  # rows of a register of 32 bits
 
 
@@ -191,7 +190,6 @@ class ScoreTiles:
         x = ref[0, 0, queries, keys]
         return (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x).T
 
-
     def _by_distance(self, ref: Any, place: tuple[Any, Any], shape: tuple[int, int]) -> Array:
         """Piece by piece of keys, so that no piece needs many more registers than the tile has."""
         pieces = []
@@ -205,8 +203,8 @@ class ScoreTiles:
 def by_distance(window: Array, n: int, strided_roll: bool) -> Array:
     """The ``(n, m)`` tile ``[i, j] -> window[0, n + j - i]`` of a window ``(1, n + m)``.
 
-    Without a strided roll, the rows of one register are rolled in as many steps as their numbers have bits, and
-    then register by register as a whole.
+    Without a strided roll, the rows of one register are rolled in as many steps as their numbers have bits,
+    and then register by register as a whole.
     """
     m = window.shape[1] - n
     if strided_roll:

@@ -30,7 +30,10 @@ def test_equal_code_is_one_object():
     assert make(2.0) is kept
     assert make(2.5) is not kept
     # 1 and 1.0 are equal in Python, and so are 0.0 and -0.0: they are not the same code
-    assert trace(lambda s, *_: s / 0.0, "score_mod").result is not trace(lambda s, *_: s / -0.0, "score_mod").result
+    assert (
+        trace(lambda s, *_: s / 0.0, "score_mod").result
+        is not trace(lambda s, *_: s / -0.0, "score_mod").result
+    )
 
 
 def test_expressions_are_not_kept_forever():

@@ -101,7 +101,7 @@ def block_states(traced: Traced, sizes: Sizes, block: tuple[int, int]) -> tuple[
     ends = [np.minimum(at + size, n) for at, size, n in zip(starts, block, (sizes.q_len, sizes.kv_len))]
     whole = (ends[0] - starts[0] == block[0])[:, None] & (ends[1] - starts[1] == block[1])
     with jax.default_device(jax.devices("cpu")[0]):
-        captured = tuple(_on_host(x) for x in traced.captured)
+        captured = tuple(on_host(x) for x in traced.captured)
         function, hoisted = split(traced.result, "mask_mod")
         operands = [_small(h, captured, sizes) for h in hoisted]
         exact = _exact(traced, captured, sizes, block)
@@ -157,7 +157,8 @@ def _ordered(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return dense.sum(-1, dtype=np.int32), np.argsort(~dense, axis=-1, kind="stable").astype(np.int32)
 
 
-def _on_host(x: Tensor) -> jax.Array:
+def on_host(x: Tensor) -> jax.Array:
+    """A tensor of any device as a JAX array, floats as float32."""
     x = x.detach().cpu()
     return jnp.asarray((x.float() if x.is_floating_point() else x).numpy())
 

@@ -207,8 +207,8 @@ def _translate(graph: torch.fx.Graph, kind: Kind, name: str, captured: int) -> N
             raise FlexTraceError(f"{name}: {_MUTATION}")
         if n.op == "call_function" and torch.Tag.nondeterministic_seeded in n.target.tags:
             raise FlexTraceError(
-                f"{name}: {n.target} is random, and the backward pass would draw again; capture a tensor that "
-                "is drawn before the call"
+                f"{name}: {n.target} is random, and the backward pass would draw again; capture a tensor "
+                "that is drawn before the call"
             )
     done: dict[torch.fx.Node, Node] = {}
     arguments = iter(names)
@@ -283,6 +283,11 @@ def _arguments(args: Any, done: dict[torch.fx.Node, Node]) -> tuple:
 def _dtype(dtype: torch.dtype, name: str) -> DType:
     if dtype.is_complex:
         raise FlexTraceError(f"{name}: {dtype} has no form on TPU; compute with real numbers")
+    return dtype_of(dtype)
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The dtype in which an expression computes with a real ``dtype`` of torch's."""
     if dtype == torch.bool:
         return "bool"
     return "float32" if dtype.is_floating_point else "int32"

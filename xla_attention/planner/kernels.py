@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from pallas_kernels.flash_attention import AttentionSpec, flash_backward, flash_forward
+from pallas_kernels.flash_attention import AttentionSpec, Operands, flash_backward, flash_forward
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.masks import Causal
 from xla_attention.models.config import GPTConfig, LlamaConfig
@@ -62,6 +62,8 @@ def flash_kernels(
     dtype: str,
     spec: AttentionSpec,
     hardware: Hardware,
+    reads: Sequence[jax.ShapeDtypeStruct] = (),
+    operands: Callable[..., Operands] = Operands,
 ) -> list[Kernel]:
     """Flash attention, forward and backward.
 
@@ -71,17 +73,23 @@ def flash_kernels(
         dtype: ``"float32"`` or ``"bfloat16"``.
         spec: what attention is computed.
         hardware: that the kernels choose their block sizes by.
+        reads: shape and dtype of further arrays.
+        operands: makes the optional tensors of them.
     """
     q = o = jax.ShapeDtypeStruct(q_shape, jnp.dtype(dtype))
     kv = jax.ShapeDtypeStruct(kv_shape, jnp.dtype(dtype))
     lse = jax.ShapeDtypeStruct(q_shape[:-1], jnp.float32)
-    forward, backward = (
-        functools.partial(f, spec=spec, hardware=hardware) for f in (flash_forward, flash_backward)
-    )
+
+    def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, ...]:
+        return flash_forward(q, k, v, operands(*arrays), spec=spec, hardware=hardware)
+
+    def backward(*arrays: Array) -> tuple[Array, ...]:
+        return flash_backward(*arrays[:6], None, operands(*arrays[6:]), spec=spec, hardware=hardware)
+
     shapes = f"q {_times(q_shape)}, kv {_times(kv_shape)}"
     return [
-        Kernel("flash forward", forward, (q, kv, kv), shapes),
-        Kernel("flash backward", backward, (q, kv, kv, o, lse, o), shapes),
+        Kernel("flash forward", forward, (q, kv, kv, *reads), shapes),
+        Kernel("flash backward", backward, (q, kv, kv, o, lse, o, *reads), shapes),
     ]
 
 

@@ -52,7 +52,7 @@ def operand_gradients(
         wanted = tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in operands.score)
     if operands.bias is None and not any(wanted):
         return None, dsinks, (None,) * len(operands.score)
-    dbias, dscore = _by_blocks(q, k, v, lse, do, delta, operands, spec, wanted)
+    dbias, dscore = _by_blocks(q, k, v, lse, do, dlse, operands, spec, wanted)
     return dbias, dsinks, dscore
 
 
@@ -62,7 +62,7 @@ def _by_blocks(
     v: Array,
     lse: Array,
     do: Array,
-    delta: Array,
+    dlse: Array | None,
     operands: Operands,
     spec: AttentionSpec,
     wanted: tuple[bool, ...],
@@ -112,7 +112,10 @@ def _by_blocks(
         seen = seen & (cut(lse)[..., None] > -jnp.inf) & (s > HIDDEN) & (rows >= n * block)[:, None]
         p = jnp.where(seen, jnp.exp(s - cut(lse)[..., None]), 0.0)
         dp = jnp.einsum("bkgqe,bkne->bkgqn", grouped(cut(do)), v, precision=exact)
-        ds = p * (dp.reshape(s.shape) - cut(delta)[..., None])
+        dp = dp.reshape(s.shape)
+        # delta anew, of these very P: what is summed over whole rows cancels, and must cancel exactly.
+        rows_delta = jnp.sum(p * dp, axis=-1, keepdims=True)
+        ds = p * (dp - rows_delta + (0.0 if dlse is None else cut(dlse)[..., None]))
         parts, bias = pull(ds)
         at = (*(places[n] for n in learned), *((start, block) for _ in of_bias))
         return tuple(map(_add, sums, (*parts, *bias), at)), None

@@ -6,7 +6,8 @@ every generation. ``OUTSIDE`` run in XLA before the kernel, on values that do no
 indexing, shapes and sums of captured tensors among them.
 
 =============  =========================================================================================
-arithmetic     add sub rsub mul div (with rounding_mode) neg abs reciprocal square pow remainder fmod
+arithmetic     add sub rsub mul div (with rounding_mode) neg abs reciprocal square pow hypot remainder
+               fmod
 rounding       floor ceil round trunc sign
 functions      exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan tanh sinh cosh sigmoid erf atan
 clipping       minimum maximum clamp clamp_min clamp_max relu
@@ -153,6 +154,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "cosh": lambda x: 0.5 * (jnp.exp(x) + jnp.exp(-x)),
     "sigmoid": lambda x: 0.5 * jnp.tanh(0.5 * x) + 0.5,
     "erf": _erf,
+    "hypot": lambda a, b: jnp.sqrt(a * a + b * b),
     "atan": _atan,
     "minimum": jnp.minimum,
     "maximum": jnp.maximum,

@@ -160,7 +160,7 @@ def _decompositions() -> dict:
     table = core_aten_decompositions()
     # Core ATen keeps these whole.
     aten = torch.ops.aten
-    further = ("gelu", "elu", "leaky_relu", "hardtanh", "softplus", "logaddexp", "hypot", "exp2", "logit")
+    further = ("gelu", "elu", "leaky_relu", "hardtanh", "softplus", "silu", "logaddexp", "logit")
     return table | get_decompositions([getattr(aten, name) for name in further])
 
 

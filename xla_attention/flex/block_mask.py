@@ -5,6 +5,7 @@ The result is a ``BlockMask`` of torch's, and whatever takes those takes it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from xla_attention.flex import expression, operators
 from xla_attention.flex.bounds import Interval, bounds
-from xla_attention.flex.expression import evaluate
+from xla_attention.flex.expression import Node, evaluate
 from xla_attention.flex.hoist import Hoisted, Sizes, compute, split
 from xla_attention.flex.trace import Traced, trace
 
@@ -51,6 +52,8 @@ class BlockMask(TorchBlockMask):
         return self.of(adjusted, self.kv_indices.device)
 
 
+# Dynamo has fake modes of its own, and would look into ours.
+@torch.compiler.disable
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -188,34 +191,54 @@ def _exact(
     traced: Traced, captured: tuple[jax.Array, ...], sizes: Sizes, block: tuple[int, int]
 ) -> Callable[[int, int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """A function that looks into blocks: ``(b, h, first queries, first keys) -> any, every``."""
-    given = expression.inputs()
-    fixed = {
-        n: captured[n.args[0]].astype(operators.DTYPES[n.dtype])
-        for n in expression.leaves(traced.result)
-        if n.op == "captured"
-    }
-
-    def pair(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        indices = {given["b"]: b, given["h"]: h, given["q"]: q, given["kv"]: kv}
-        return jnp.asarray(evaluate(traced.result, fixed | indices, operators.apply))
-
-    def look(b: Any, h: Any, q0: Any, kv0: Any) -> tuple[Any, Any]:
-        q, kv = q0 + jnp.arange(block[0]), kv0 + jnp.arange(block[1])
-        seen = jax.vmap(jax.vmap(pair, (None, None, None, 0)), (None, None, 0, None))(b, h, q, kv)
-        inside = (q < sizes.q_len)[:, None] & (kv < sizes.kv_len)
-        return jnp.any(seen & inside), jnp.all(seen | ~inside)
-
     at_once = max(CHUNK // (block[0] * block[1]), 1)
-    many = jax.jit(jax.vmap(look, (None, None, 0, 0)))
 
     def exact(b: int, h: int, q0: np.ndarray, kv0: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found = [np.zeros((2, 0), bool)]
         for start in range(0, len(q0), at_once):
-            part = slice(start, start + at_once)
-            size = len(q0[part])
-            ends = (0, at_once - size if start else 0)  # later chunks in the first one's shape
-            firsts = (np.pad(x[part], ends).astype(np.int32) for x in (q0, kv0))
-            found.append(np.stack([np.asarray(x)[:size] for x in many(np.int32(b), np.int32(h), *firsts)]))
+            firsts = [x[start : start + at_once] for x in (q0, kv0)]
+            size = len(firsts[0])
+            # In few shapes: each is compiled.
+            padded = [np.pad(x, (0, _power_of_two(size) - size)).astype(np.int32) for x in firsts]
+            seen = _look(captured, np.int32(b), np.int32(h), *padded, traced.result, sizes, block)
+            found.append(np.stack([np.asarray(x)[:size] for x in seen]))
         return tuple(np.concatenate(found, axis=1))
 
     return exact
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _look(
+    captured: tuple[jax.Array, ...],
+    b: jax.Array,
+    h: jax.Array,
+    q0: jax.Array,
+    kv0: jax.Array,
+    result: Node,
+    sizes: Sizes,
+    block: tuple[int, int],
+) -> tuple[jax.Array, jax.Array]:
+    """Whether any, and whether every, pair of the blocks that begin at ``q0``, ``kv0`` is visible."""
+    given = expression.inputs()
+    fixed = {
+        n: captured[n.args[0]].astype(operators.DTYPES[n.dtype])
+        for n in expression.leaves(result)
+        if n.op == "captured"
+    }
+
+    def pair(q: jax.Array, kv: jax.Array) -> jax.Array:
+        indices = {given["b"]: b, given["h"]: h, given["q"]: q, given["kv"]: kv}
+        return jnp.asarray(evaluate(result, fixed | indices, operators.apply))
+
+    def look(q0: jax.Array, kv0: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, kv = q0 + jnp.arange(block[0]), kv0 + jnp.arange(block[1])
+        seen = jax.vmap(jax.vmap(pair, (None, 0)), (0, None))(q, kv)
+        inside = (q < sizes.q_len)[:, None] & (kv < sizes.kv_len)
+        return jnp.any(seen & inside), jnp.all(seen | ~inside)
+
+    return jax.vmap(look)(q0, kv0)

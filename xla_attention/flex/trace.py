@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -31,6 +31,7 @@ _ARGUMENTS = {"score_mod": ("score", "b", "h", "q", "kv"), "mask_mod": ("b", "h"
 _CREATED = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _SAME = ("alias", "clone", "detach", "lift_fresh_copy", "lift_fresh", "contiguous")
 _FILLED = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
+_CONSTANTS = ("full", "full_like", "scalar_tensor", "new_full")
 _LIMIT = 2000  # characters of an error that is torch's own
 
 
@@ -95,7 +96,8 @@ def _graph(fn: Callable[..., Tensor], args: list[Tensor]) -> torch.fx.Graph:
 
 
 def _mutates(n: torch.fx.Node) -> bool:
-    return n.op == "call_function" and n.target._schema.is_mutable
+    schema = getattr(n.target, "_schema", None)  # Python's own functions have none
+    return schema is not None and schema.is_mutable
 
 
 class _Captures(TorchFunctionMode):
@@ -157,11 +159,10 @@ class _Captures(TorchFunctionMode):
 
 @functools.cache
 def _decompositions() -> dict:
-    table = core_aten_decompositions()
-    # Core ATen keeps these whole.
-    aten = torch.ops.aten
-    further = ("gelu", "elu", "leaky_relu", "hardtanh", "softplus", "silu", "logaddexp", "logit")
-    return table | get_decompositions([getattr(aten, name) for name in further])
+    """torch's, of every operator that is not in our own table."""
+    kept = {*OPERATORS, *_SAME, *_FILLED, *_CONSTANTS, "_to_copy", "complex"}
+    overloads = {op: fn for op, fn in decomposition_table.items() if isinstance(op, torch._ops.OpOverload)}
+    return {op: fn for op, fn in overloads.items() if op.overloadpacket.__name__ not in kept}
 
 
 def _check_result(result: Any, kind: Kind, name: str) -> None:
@@ -205,7 +206,7 @@ def _translate(graph: torch.fx.Graph, kind: Kind, name: str, captured: int) -> N
     for n in graph.nodes:
         if _mutates(n) and n.args[0] not in own:
             raise FlexTraceError(f"{name}: {_MUTATION}")
-        if n.op == "call_function" and torch.Tag.nondeterministic_seeded in n.target.tags:
+        if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
             raise FlexTraceError(
                 f"{name}: {n.target} is random, and the backward pass would draw again; capture a tensor "
                 "that is drawn before the call"
@@ -232,6 +233,8 @@ def _translate(graph: torch.fx.Graph, kind: Kind, name: str, captured: int) -> N
 
 
 def _call(n: torch.fx.Node, done: dict[torch.fx.Node, Node], name: str) -> Node:
+    if not isinstance(n.target, torch._ops.OpOverload):
+        raise FlexTraceError(f"{name}: {n.target} has no form on TPU; use operators that return one tensor")
     op, value = n.target.overloadpacket.__name__, n.meta["val"]
     if not isinstance(value, Tensor):
         raise FlexTraceError(f"{name}: {n.target} does not return a tensor")
@@ -241,7 +244,7 @@ def _call(n: torch.fx.Node, done: dict[torch.fx.Node, Node], name: str) -> Node:
         return args[0]
     if op == "_to_copy":
         return args[0] if args[0].dtype == dtype else node("cast", args[0], dtype=dtype, shape=shape)
-    if op in ("full", "full_like", "scalar_tensor", "new_full") or op in _FILLED:
+    if op in _CONSTANTS or op in _FILLED:
         filled = _FILLED[op] if op in _FILLED else args[0] if op == "scalar_tensor" else args[-1]
         filled = {"float32": float, "int32": int, "bool": bool}[dtype](filled)
         return node("filled", shape, filled, dtype=dtype, shape=shape) if shape else constant(filled)

@@ -18,6 +18,7 @@ class Hardware:
         clock_hz: TensorCore clock, in Hz.
         hbm_bytes: memory of one chip, in bytes.
         hbm_bytes_per_second: memory bandwidth of one chip.
+        strided_roll: whether it rotates each row of a register by an amount of its own, in one operation.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Hardware:
     clock_hz: float
     hbm_bytes: int
     hbm_bytes_per_second: float
+    strided_roll: bool = True
 
     @property
     def interpret(self) -> bool:
@@ -42,12 +44,12 @@ class Hardware:
 
 MIB, GIB = 2**20, 2**30
 
-V4 = Hardware("v4", 16 * MIB, 2, 128, 2**17, 1.05e9, 32 * GIB, 1228e9)
+V4 = Hardware("v4", 16 * MIB, 2, 128, 2**17, 1.05e9, 32 * GIB, 1228e9, strided_roll=False)
 V5E = Hardware("v5e", 128 * MIB, 1, 128, 2**17, 1.5e9, 16 * GIB, 819e9)
 V5P = Hardware("v5p", 64 * MIB, 2, 128, 2**17, 1.75e9, 95 * GIB, 2765e9)
 V6E = Hardware("v6e", 128 * MIB, 1, 256, 2**19, 1.75e9, 32 * GIB, 1640e9)
 # The interpreter runs the same programs on any host; its limits are the largest TPU's.
-INTERPRETER = dataclasses.replace(V5E, name="interpreter")
+INTERPRETER = dataclasses.replace(V5E, name="interpreter", strided_roll=False)
 
 GENERATIONS = {h.name: h for h in (V4, V5E, V5P, V6E)}
 

@@ -10,9 +10,29 @@ check_versions()
 if TYPE_CHECKING:
     from xla_attention import masks
     from xla_attention.device import pick_device
+    from xla_attention.flex import (
+        BlockMask,
+        and_masks,
+        create_block_mask,
+        flex_attention,
+        noop_mask,
+        or_masks,
+    )
     from xla_attention.ops import flash_attention, segment_ids_from_lengths
 
-__all__ = ["flash_attention", "masks", "pick_device", "segment_ids_from_lengths"]
+_FLEX = ("BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks")
+__all__ = [
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
+    "flash_attention",
+    "flex_attention",
+    "masks",
+    "noop_mask",
+    "or_masks",
+    "pick_device",
+    "segment_ids_from_lengths",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +41,8 @@ def __getattr__(name: str) -> Any:
         from xla_attention import ops
 
         return getattr(ops, name)
+    if name in _FLEX:
+        return getattr(importlib.import_module("xla_attention.flex"), name)
     if name == "masks":
         return importlib.import_module("xla_attention.masks")
     if name == "pick_device":

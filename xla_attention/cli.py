@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from xla_attention.commands.bench import bench_app
 from xla_attention.commands.compile import compile_command
 from xla_attention.commands.generate import generate_command
+from xla_attention.commands.show_mask import show_mask_command
 from xla_attention.commands.tokenize import tokenize_command
 from xla_attention.commands.train import train_command
 from xla_attention.commands.tune import tune_command
@@ -44,4 +45,5 @@ app.command("generate")(generate_command)
 app.command("tokenize")(tokenize_command)
 app.command("compile")(compile_command)
 app.command("tune")(tune_command)
+app.command("show-mask")(show_mask_command)
 app.add_typer(bench_app, name="bench")

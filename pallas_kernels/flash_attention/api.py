@@ -15,6 +15,7 @@ from pallas_kernels.flash_attention import forward as _forward
 from pallas_kernels.flash_attention import per_head
 from pallas_kernels.flash_attention.blocks import BlockSizes, choose_backward, choose_forward, round_up
 from pallas_kernels.flash_attention.operand_gradients import operand_gradients
+from pallas_kernels.flash_attention.score_tiles import pad_operands
 from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.masks import KeyLength, PerHead
@@ -40,6 +41,8 @@ def _check(q: Array, k: Array, v: Array, spec: AttentionSpec) -> None:
         raise ValueError(f"k: got {k.shape[1]} heads, which must divide the {q.shape[1]} heads of q")
     if isinstance(spec.mask, PerHead) and len(spec.mask.masks) != q.shape[1]:
         raise ValueError(f"mask: got masks of {len(spec.mask.masks)} heads, q has {q.shape[1]}")
+    if isinstance(spec.mask, PerHead) and spec.score is not None:
+        raise ValueError("mask: got masks of heads beside a score function, whose heads they would renumber")
 
 
 def _heads(x: Array, length: int) -> Array:
@@ -57,7 +60,9 @@ def _hide_padding(spec: AttentionSpec, q_len: int, kv_len: int, padded: int) -> 
     return dataclasses.replace(spec, mask=spec.mask & KeyLength(kv_len))
 
 
-def _prepare(operands: Operands, q_len: int, kv_len: int, q_padded: int, kv_padded: int) -> Operands:
+def _prepare(
+    operands: Operands, spec: AttentionSpec, q_len: int, kv_len: int, q_padded: int, kv_padded: int
+) -> Operands:
     """Pads, and turns lengths into segments: what lies beyond a length is in a segment of its own."""
     q_ids, kv_ids, q_lens, kv_lens = (
         getattr(operands, name) for name in ("q_segment_ids", "kv_segment_ids", "q_lens", "kv_lens")
@@ -69,7 +74,8 @@ def _prepare(operands: Operands, q_len: int, kv_len: int, q_padded: int, kv_padd
     bias = operands.bias
     if bias is not None:
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, q_padded - q_len), (0, kv_padded - kv_len)))
-    return Operands(q_ids, kv_ids, bias, operands.alibi_slopes, operands.sinks)
+    score = pad_operands(spec.score, operands.score, (q_len, kv_len), (q_padded, kv_padded))
+    return Operands(q_ids, kv_ids, bias, operands.alibi_slopes, operands.sinks, score=score)
 
 
 def _segments(
@@ -114,7 +120,7 @@ def flash_forward(
     batch, heads, q_len, dim = q.shape
     kv_len, value_dim = v.shape[2:]
     blocks = (spec.block_sizes or BlockSizes()).forward or choose_forward(
-        q_len, kv_len, dim, value_dim, q.dtype.itemsize, hardware, _itemsize(operands.bias)
+        q_len, kv_len, dim, value_dim, q.dtype.itemsize, hardware, _pair_bytes(operands, spec)
     )
     q_padded, kv_padded = (
         round_up(q_len, blocks.block_q),
@@ -124,7 +130,7 @@ def flash_forward(
         _heads(q, q_padded),
         _heads(k, kv_padded),
         _heads(v, kv_padded),
-        _prepare(operands, q_len, kv_len, q_padded, kv_padded),
+        _prepare(operands, spec, q_len, kv_len, q_padded, kv_padded),
         batch=batch,
         spec=_hide_padding(spec, q_len, kv_len, kv_padded),
         blocks=blocks,
@@ -170,7 +176,14 @@ def flash_backward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
     blocks = (spec.block_sizes or BlockSizes()).backward or choose_backward(
-        q_len, kv_len, dim, value_dim, heads // kv_heads, q.dtype.itemsize, hardware, _itemsize(operands.bias)
+        q_len,
+        kv_len,
+        dim,
+        value_dim,
+        heads // kv_heads,
+        q.dtype.itemsize,
+        hardware,
+        _pair_bytes(operands, spec),
     )
     q_padded, kv_padded = (
         round_up(q_len, blocks.chunk_q or blocks.memory_q),
@@ -189,7 +202,7 @@ def flash_backward(
         statistic(lse, -jnp.inf),  # padded queries see nothing, whatever the mask says
         _heads(do, q_padded),
         None if dlse is None else statistic(dlse, 0.0),
-        _prepare(operands, q_len, kv_len, q_padded, kv_padded),
+        _prepare(operands, spec, q_len, kv_len, q_padded, kv_padded),
         batch=batch,
         spec=_hide_padding(spec, q_len, kv_len, kv_padded),
         blocks=blocks,
@@ -199,8 +212,12 @@ def flash_backward(
     return cut(dq, q), cut(dk, k), cut(dv, v)
 
 
-def _itemsize(x: Array | None) -> int:
-    return 0 if x is None else x.dtype.itemsize
+def _pair_bytes(operands: Operands, spec: AttentionSpec) -> int:
+    """Bytes that the operands take for each pair of a query and a key."""
+    pairs = [
+        x for along, x in zip(spec.score.operands if spec.score else (), operands.score) if along == "pair"
+    ]
+    return sum(x.dtype.itemsize for x in (operands.bias, *pairs) if x is not None)
 
 
 def flash_attention(
@@ -212,7 +229,8 @@ def flash_attention(
     spec: AttentionSpec,
     hardware: Hardware,
 ) -> tuple[Float[Array, "b h m e"], Float[Array, "b h m"]]:
-    """:func:`flash_forward`, both results differentiable in JAX by q, k, v, bias and sinks."""
+    """:func:`flash_forward`, both results differentiable in JAX by q, k, v, bias, sinks and what the score
+    function reads."""
     return _attention(q, k, v, operands, spec, hardware)
 
 
@@ -236,7 +254,7 @@ def _attention_backward(
     *tensors, operands = saved
     do, dlse = gradients
     by_tensors = flash_backward(*tensors, do, dlse, operands, spec=spec, hardware=hardware)
-    dbias, dsinks = operand_gradients(*tensors, do, dlse, operands, spec=spec)
+    dbias, dsinks, dscore = operand_gradients(*tensors, do, dlse, operands, spec=spec)
     zero = lambda x: None if x is None else np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
     slopes = operands.alibi_slopes
     by_operands = Operands(
@@ -246,6 +264,7 @@ def _attention_backward(
         sinks=dsinks,
         q_lens=zero(operands.q_lens),
         kv_lens=zero(operands.kv_lens),
+        score=tuple(zero(x) if g is None else g for x, g in zip(operands.score, dscore)),
     )
     return *by_tensors, by_operands
 

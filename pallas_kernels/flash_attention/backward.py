@@ -38,6 +38,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import schedule, scores
 from pallas_kernels.flash_attention.backward_steps import Chunks, Plan, flush_width, plan_chunks
 from pallas_kernels.flash_attention.blocks import LANES, BackwardBlocks
+from pallas_kernels.flash_attention.score_tiles import ScoreTiles, as_inputs, block_specs
 from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.flash_attention.tiles import MASKED, NN, NT, TN, Extra, dot, hide, in_kernel
 from pallas_kernels.hardware import Hardware
@@ -80,6 +81,7 @@ class _Pass:
     kt: Any  # (D, block_kv) if transposed, else None
     blocks: BackwardBlocks
     spec: AttentionSpec
+    score: ScoreTiles | None
     head: Any  # of the query
     row: Any  # position of the first key
     column: Any  # position of the first query in VMEM
@@ -114,8 +116,15 @@ class _Pass:
                 products, dp = dot(k, qt[:, here], NN), dot(v, dot_[:, here], NN)
             else:
                 products, dp = dot(k, self.q[0, queries(t), :], NT), dot(v, self.do[0, queries(t), :], NT)
-            logits = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
-            s = logits - self.lse[0, :, queries(t)]
+            lse = self.lse[0, :, queries(t)]
+            if self.score is not None:
+                place = self.column + column + t.q, self.row + t.kv
+                scaled = products * self.spec.scale
+                logits, pull = self.score.differentiate(scaled, place, queries(t), keys)
+                logits = jnp.maximum(logits * scores.LOG2E, MASKED)
+            else:
+                logits = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
+            s = logits - lse
             if self.extra.alibi_slopes is not None:
                 place = self.column + column + self.spec.query_offset, self.row + t.kv
                 s = s + scores.alibi(self.extra.alibi_slopes[self.head], place, t.q, s.shape, False)
@@ -124,8 +133,13 @@ class _Pass:
             if t.place is not None:
                 s = self.hide(s, t, queries(t))
             p = scores.exp2(s)
+            if self.score is not None:  # a function may be infinite at padded queries, which see nothing
+                p = jnp.where(lse < -MASKED, p, 0.0)
             ds = p * (dp - delta[:, here])
-            ds = scores.products_gradient(ds, logits, softcap=self.spec.softcap)
+            if self.score is not None:
+                ds = pull(ds)
+            else:
+                ds = scores.products_gradient(ds, logits, softcap=self.spec.softcap)
             return p.astype(k.dtype), ds.astype(k.dtype)
 
         def products(p: Array, ds: Array, t: _Tile) -> None:
@@ -260,6 +274,7 @@ def _kernel(
     blocks: BackwardBlocks,
     spec: AttentionSpec,
     present: tuple[bool, ...],
+    score: Callable[..., ScoreTiles] | None,
     kv_heads: int,
     group: int,
     chunk: int,
@@ -271,6 +286,7 @@ def _kernel(
     inputs = list(itertools.islice(remaining, 6))
     dlse = next(remaining) if has_dlse else None
     extra = Extra(*(next(remaining) if there else None for there in present))
+    score_refs = tuple(itertools.islice(remaining, len(spec.score.operands) if spec.score else 0))
     results = list(remaining) + [None] * (not blocks.transposed)
     bh, n = pl.program_id(0), pl.program_id(1)
 
@@ -282,7 +298,8 @@ def _kernel(
         "row": read("row") * blocks.block_kv,
         "column": read("origin") + read("memory") * blocks.memory_q,
     }
-    p = _Pass(*inputs, dlse, extra, *results, blocks, spec, **position)
+    of_scores = score and score(refs=score_refs, batch=bh // kv_heads, head=position["head"])
+    p = _Pass(*inputs, dlse, extra, *results, blocks, spec, of_scores, **position)
 
     @pl.when(n == 0)
     def _() -> None:
@@ -433,6 +450,16 @@ def _call(
         pl.BlockSpec(memory_space=pltpu.SMEM),
         pl.BlockSpec(memory_space=pltpu.SMEM),
     )
+    score_specs = block_specs(
+        spec.score,
+        operands.score,
+        batch=lambda b, n, *refs: b // kv_heads,
+        head=lambda b, n, *refs: b % kv_heads * group + read("repeat", b, n, refs),
+        query=lambda b, n, *refs: block(b, n, refs),
+        key=lambda b, n, *refs: read("row", b, n, refs),
+        queries=blocks.memory_q,
+        keys=blocks.block_kv,
+    )
     # Sinks are in lse already.
     extra = in_kernel(operands)._replace(sinks=None)
     present = tuple(x is not None for x in extra)
@@ -444,6 +471,7 @@ def _call(
             blocks=blocks,
             spec=spec,
             present=present,
+            score=ScoreTiles.of(spec.score, operands.score, kv_len, hardware),
             kv_heads=kv_heads,
             group=group,
             chunk=chunk,
@@ -460,6 +488,7 @@ def _call(
                 queries(value_dim),
                 *[statistics] * (len(inputs) - 5),
                 *itertools.compress(extra_specs, present),
+                *score_specs,
             ],
             out_specs=[
                 pl.BlockSpec((1, width, dim), lambda b, n, *refs: (b, read("dq", b, n, refs), 0)),
@@ -485,5 +514,10 @@ def _call(
         ),
         interpret=hardware.interpret,
         name="flash_attention_backward",
-    )(*prefetch, *inputs, *(x for x in extra if x is not None))
+    )(
+        *prefetch,
+        *inputs,
+        *(x for x in extra if x is not None),
+        *as_inputs(spec.score, operands.score),
+    )
     return dq.reshape(rows, chunk, dim), dk, dv

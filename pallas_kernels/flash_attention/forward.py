@@ -40,6 +40,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import schedule, scores
 from pallas_kernels.flash_attention.blocks import LANES, ForwardBlocks
+from pallas_kernels.flash_attention.score_tiles import ScoreTiles, as_inputs, block_specs
 from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.flash_attention.tiles import MASKED, NN, NT, Extra, dot, hide, in_kernel
 from pallas_kernels.hardware import Hardware
@@ -64,6 +65,7 @@ class _Pass:
     s: Any  # (block_kv, block_q) float32: logits one block of keys ahead
     blocks: ForwardBlocks
     spec: AttentionSpec
+    score: ScoreTiles | None
     value_dim: int
     head: Any  # of the query
     row: Any  # position of the first query
@@ -72,7 +74,12 @@ class _Pass:
     def logits(self, cols: slice, key: Any, n: int) -> Array:
         """Logits in powers of two, (keys, queries), of ``n`` keys from ``key`` and the queries ``cols``."""
         products = dot(self.k[0, pl.ds(key, n), :], self.q[0, cols, :], NT)
-        s = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
+        if self.score is not None:
+            place = self.row + cols.start, self.memory + key
+            s = self.score.apply(products * self.spec.scale, place, cols, pl.ds(key, n))
+            s = jnp.maximum(s * scores.LOG2E, MASKED)  # as of a bias
+        else:
+            s = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
         if self.extra.alibi_slopes is not None:
             place = self.row + self.spec.query_offset, self.memory + key
             slope = self.extra.alibi_slopes[self.head]
@@ -259,6 +266,7 @@ def _kernel(
     blocks: ForwardBlocks,
     spec: AttentionSpec,
     present: tuple[bool, ...],
+    score: Callable[..., ScoreTiles] | None,
     heads: int,
     memory: int,
     streamed: bool,
@@ -268,6 +276,7 @@ def _kernel(
     prefetch = tuple(itertools.islice(remaining, len(table.operands)))
     q, k, v = itertools.islice(remaining, 3)
     extra = Extra(*(next(remaining) if there else None for there in present))
+    score_refs = tuple(itertools.islice(remaining, len(spec.score.operands) if spec.score else 0))
     o, lse = itertools.islice(remaining, 2)
     vt = v.at[0] if streamed else next(remaining)
     bh, n = pl.program_id(0), pl.program_id(1)
@@ -276,7 +285,8 @@ def _kernel(
         return table.read(name, n, bh // heads, prefetch)
 
     position = {"head": bh % heads, "row": read("row") * blocks.block_q, "memory": read("memory") * memory}
-    p = _Pass(q, k, v, vt, extra, o, lse, *remaining, blocks, spec, o.shape[-1], **position)
+    of_scores = score and score(refs=score_refs, batch=bh // heads, head=bh % heads)
+    p = _Pass(q, k, v, vt, extra, o, lse, *remaining, blocks, spec, of_scores, o.shape[-1], **position)
     for index, (kind, met) in enumerate(kinds):
         pl.when(read("kind") == index)(functools.partial(_step, p, kind, met, read))
 
@@ -415,6 +425,16 @@ def forward(
         pl.BlockSpec(memory_space=pltpu.SMEM),
         pl.BlockSpec(memory_space=pltpu.SMEM),
     )
+    score_specs = block_specs(
+        spec.score,
+        operands.score,
+        batch=lambda h, n, *refs: h // heads,
+        head=lambda h, n, *refs: h % heads,
+        query=lambda h, n, *refs: row(h, n, refs),
+        key=lambda h, n, *refs: piece(h, n, refs),
+        queries=block_q,
+        keys=memory,
+    )
     present = tuple(x is not None for x in in_kernel(operands))
     o, lse = pl.pallas_call(
         functools.partial(
@@ -424,6 +444,7 @@ def forward(
             blocks=blocks,
             spec=spec,
             present=present,
+            score=ScoreTiles.of(spec.score, operands.score, kv_len, hardware),
             heads=heads,
             memory=memory,
             streamed=streamed,
@@ -438,6 +459,7 @@ def forward(
                 ),
                 v_spec,
                 *itertools.compress(extra_specs, present),
+                *score_specs,
             ],
             out_specs=[
                 pl.BlockSpec((1, block_q, value_dim), lambda h, n, *refs: (h, row(h, n, refs), 0)),
@@ -460,5 +482,12 @@ def forward(
         ),
         interpret=hardware.interpret,
         name="flash_attention_forward",
-    )(*table.operands, q, k, v, *(x for x in in_kernel(operands) if x is not None))
+    )(
+        *table.operands,
+        q,
+        k,
+        v,
+        *(x for x in in_kernel(operands) if x is not None),
+        *as_inputs(spec.score, operands.score),
+    )
     return o, lse[:, 0]

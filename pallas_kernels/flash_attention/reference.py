@@ -4,6 +4,8 @@
     lse = log(exp(sink) + sum_kv exp(s))       natural logarithm, -inf for a row that sees nothing
     o = sum_kv exp(s - lse) v      zero for a row that sees nothing
 
+A score function takes the place of the softcap.
+
 One text for NumPy, JAX and torch: ``xp`` is the library's namespace. Differentiable where the library is.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pallas_kernels.flash_attention.score_tiles import apply_to_block
 from pallas_kernels.flash_attention.spec import HIDDEN, NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.masks import of_heads
 
@@ -26,7 +29,8 @@ def attention_reference(
         v: ``[batch, kv_heads, kv_len, value_dim]``.
         operands: optional tensors, of the same library.
         spec: mask, scale and score changes.
-        xp: the namespace of the arrays: ``numpy``, ``jax.numpy`` or ``torch``.
+        xp: the namespace of the arrays: ``numpy``, ``jax.numpy`` or ``torch``; of a spec with a score
+            function, which is JAX's, ``jax.numpy``.
 
     Returns:
         ``o`` like ``q``, and ``lse [batch, heads, q_len]``.
@@ -42,6 +46,10 @@ def attention_reference(
     s = xp.einsum("bkgqd,bknd->bkgqn", grouped, k) * spec.scale
     if spec.softcap is not None:
         s = spec.softcap * xp.tanh(s / spec.softcap)
+    if spec.score is not None:
+        s = xp.reshape(s, (batch, heads, q_len, kv_len))
+        s = apply_to_block(spec.score, s, operands.score, xp.arange(q_len), kv_len)
+        s = xp.reshape(s, (batch, kv_heads, heads // kv_heads, q_len, kv_len))
 
     device = getattr(q, "device", None)  # a JAX tracer has none
     rows = xp.arange(q_len, device=device)[:, None]
@@ -56,6 +64,8 @@ def attention_reference(
         distance = xp.abs(rows + spec.query_offset - columns)
         s = s - per_head(operands.alibi_slopes[:, None, None] * distance)
     seen = per_head(xp.stack([mask.visible(rows, columns) for mask in of_heads(spec.mask)]))
+    if spec.score is not None:
+        seen = seen & (s > HIDDEN)
     if operands.bias is not None:
         bias = per_head(operands.bias)
         s = s + bias

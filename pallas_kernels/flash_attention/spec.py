@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.flash_attention.blocks import BlockSizes
 from pallas_kernels.masks import Full, Mask, PerHead
+from pallas_kernels.score_function import ScoreFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class AttentionSpec:
             (Gemma 2, arXiv:2408.00118).
         query_offset: position of query 0 among the keys, for ALiBi distances.
         block_sizes: tiling of the kernels; None lets the kernel choose for its hardware and shapes.
+        score: if given, a function of the logits, which takes the place of ``softcap``.
     """
 
     scale: float
@@ -29,6 +31,11 @@ class AttentionSpec:
     softcap: float | None = None
     query_offset: int = 0
     block_sizes: BlockSizes | None = None
+    score: ScoreFunction | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and self.score is not None:
+            raise ValueError("score: it takes the place of softcap, which is also given; give one of them")
 
 
 HIDDEN = -5e29  # no true logit is near it
@@ -49,6 +56,7 @@ class Operands(NamedTuple):
         sinks: ``[heads]`` float32; the logit of one more key of each head, whose value is zero.
         q_lens: ``[batch]`` int32; queries from there on see nothing.
         kv_lens: ``[batch]`` int32; keys from there on are seen by none.
+        score: what ``AttentionSpec.score`` reads.
     """
 
     q_segment_ids: Int[Array, "b m"] | None = None
@@ -58,6 +66,7 @@ class Operands(NamedTuple):
     sinks: Float[Array, " h"] | None = None
     q_lens: Int[Array, " b"] | None = None
     kv_lens: Int[Array, " b"] | None = None
+    score: tuple[Array, ...] = ()
 
 
 NO_OPERANDS = Operands()

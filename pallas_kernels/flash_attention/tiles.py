@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.flash_attention.spec import Operands
 from pallas_kernels.masks import Mask
@@ -34,8 +34,8 @@ class Extra(NamedTuple):
     sinks: Any  # (heads,) float32 in SMEM
 
 
-def as_column(row: Int[Array, "1 n"]) -> Int[Array, "n 1"]:
-    """A row of lanes as a column of sublanes, through one whole register."""
+def as_column(row: Array) -> Array:
+    """A row of lanes ``(1, n)`` as a column of sublanes ``(n, 1)``, through one whole register."""
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 

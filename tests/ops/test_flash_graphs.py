@@ -228,7 +228,7 @@ def test_operators_satisfy_torchs_own_checks(first_device):
     args = (*frozen, o, lse, o, None, *operands, spec)
     torch.library.opcheck(flash_ops.backward, args, test_utils=checks)
     for wanted in ((True, True), (False, True)):
-        torch.library.opcheck(flash_ops.operand_backward, (*args, *wanted), test_utils=checks)
+        torch.library.opcheck(flash_ops.operand_backward, (*args, *wanted, []), test_utils=checks)
 
 
 def test_inside_scanned_layers(first_device):

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -50,13 +51,14 @@ def test_forward_and_backward(name, seq_len, head_dim):
 def test_packed_documents(name, seq_len, head_dim, dtype):
     """The kernels of `data.mask_documents`, with segment ids of queries and keys."""
     topology = parse_topology(name)
+    ids = jax.ShapeDtypeStruct((1, seq_len), "int32")
     kernels = flash_kernels(
         (1, HEADS, seq_len, head_dim),
         (1, KV_HEADS, seq_len, head_dim),
         dtype=dtype,
         spec=AttentionSpec(scale=head_dim**-0.5, mask=Causal()),
         hardware=topology.hardware,
-        segments=True,
+        reads=(ids, ids),
     )
     for kernel in kernels:
         assert [a.dtype for a in kernel.avals[-2:]] == ["int32", "int32"]

@@ -76,6 +76,70 @@ def bench_features(
         raise typer.Exit(1)
 
 
+@bench_app.command("flex")
+def bench_flex(
+    quick: Annotated[bool, typer.Option("--quick", help="Each function once, at length 64.")] = False,
+    only: Annotated[str, typer.Option(help="Functions whose name contains this.")] = "",
+) -> None:
+    """Print the errors of flex_attention on XLA against torch's eager one in float64.
+
+    Every variant at several lengths, further functions, and random compositions of them. Exits with status 1
+    when one is over its limit.
+    """
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # as for features
+
+    from xla_attention.benchmarks.flex_accuracy import report
+
+    if not report(quick=quick, only=only):
+        raise typer.Exit(1)
+
+
+@bench_app.command("flex-kernels")
+def bench_flex_kernels(
+    topology: options.Topologies,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="A variant; may be given several times.  [default: all]")
+    ] = None,
+    heads: options.Heads = 8,
+    kv_heads: options.KvHeads = 2,
+    seq_len: options.SeqLen = 8192,
+    head_dim: options.HeadDim = 128,
+    dtype: options.Dtype = "bfloat16",
+) -> None:
+    """Compile every variant of flex_attention, and compare with built-in forms by the compiler's schedules.
+
+    Exits with status 1 when one does not compile, or takes more than 1.1 times the built-in form's cycles.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    from xla_attention.benchmarks.flex_kernels import flex_table, measure_flex
+    from xla_attention.flex.variants import VARIANTS
+    from xla_attention.planner.topology import parse_topology
+
+    console = _wide_console()
+    failed = False
+    for slice_ in [parse_topology(name) for name in topology]:
+        with console.status("") as status:
+            rows = measure_flex(
+                slice_,
+                heads=heads,
+                kv_heads=kv_heads,
+                seq_len=seq_len,
+                head_dim=head_dim,
+                dtype=dtype,
+                names=variant or tuple(VARIANTS),
+                say=status.update,
+            )
+            rows = list(rows)
+        console.print(flex_table(rows, slice_))
+        for row in rows:
+            if row.error:
+                typer.secho(f"error: {row.variant}, {row.kernel}: {row.error}", fg="red", err=True)
+        failed = failed or not all(row.passes for row in rows)
+    if failed:
+        raise typer.Exit(1)
+
+
 @bench_app.command("kernels")
 def bench_kernels(
     topology: options.Topologies,

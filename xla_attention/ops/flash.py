@@ -205,8 +205,10 @@ def _cast(operands: Operands, dtype: torch.dtype) -> Operands:
     """The types that the kernels read, and the definition likewise."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     i32 = torch.int32
-    types = Operands(i32, i32, None, wide, wide, i32, i32)
-    return Operands(*(x if x is None or to is None else x.to(to) for x, to in zip(operands, types)))
+    types = {"alibi_slopes": wide, "sinks": wide}
+    types |= dict.fromkeys(("q_segment_ids", "kv_segment_ids", "q_lens", "kv_lens"), i32)
+    given = {name: getattr(operands, name) for name in types}
+    return operands._replace(**{name: x.to(types[name]) for name, x in given.items() if x is not None})
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

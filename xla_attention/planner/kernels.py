@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from pallas_kernels.flash_attention import AttentionSpec, Operands, flash_backward, flash_forward
 from pallas_kernels.hardware import Hardware
@@ -53,13 +53,14 @@ def kernels_of_model(
         segments: the sequences are packed documents that do not see each other.
     """
     spec = AttentionSpec(scale=config.head_dim**-0.5, mask=Causal())
+    ids = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
     return flash_kernels(
         (batch, config.num_attention_heads, seq_len, config.head_dim),
         (batch, config.num_key_value_heads, seq_len, config.head_dim),
         dtype=dtype,
         spec=spec,
         hardware=hardware,
-        segments=segments,
+        reads=(ids, ids) if segments else (),
     )
 
 
@@ -70,7 +71,8 @@ def flash_kernels(
     dtype: str,
     spec: AttentionSpec,
     hardware: Hardware,
-    segments: bool = False,
+    reads: Sequence[jax.ShapeDtypeStruct] = (),
+    operands: Callable[..., Operands] = Operands,
 ) -> list[Kernel]:
     """Flash attention, forward and backward.
 
@@ -80,28 +82,24 @@ def flash_kernels(
         dtype: ``"float32"`` or ``"bfloat16"``.
         spec: what attention is computed.
         hardware: that the kernels choose their block sizes by.
-        segments: with segment ids.
+        reads: shape and dtype of further arrays.
+        operands: makes the optional tensors of them.
     """
     q = o = jax.ShapeDtypeStruct(q_shape, jnp.dtype(dtype))
     kv = jax.ShapeDtypeStruct(kv_shape, jnp.dtype(dtype))
     lse = jax.ShapeDtypeStruct(q_shape[:-1], jnp.float32)
-    lengths = ((shape[0], shape[2]) for shape in (q_shape, kv_shape) if segments)
-    ids = [jax.ShapeDtypeStruct(length, jnp.int32) for length in lengths]
-    forward, backward = (functools.partial(f, spec=spec, hardware=hardware) for f in (_forward, _backward))
+
+    def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, ...]:
+        return flash_forward(q, k, v, operands(*arrays), spec=spec, hardware=hardware)
+
+    def backward(*arrays: Array) -> tuple[Array, ...]:
+        return flash_backward(*arrays[:6], None, operands(*arrays[6:]), spec=spec, hardware=hardware)
+
     shapes = f"q {_times(q_shape)}, kv {_times(kv_shape)}"
     return [
-        Kernel("flash forward", forward, (q, kv, kv, *ids), shapes),
-        Kernel("flash backward", backward, (q, kv, kv, o, lse, o, *ids), shapes),
+        Kernel("flash forward", forward, (q, kv, kv, *reads), shapes),
+        Kernel("flash backward", backward, (q, kv, kv, o, lse, o, *reads), shapes),
     ]
-
-
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array, **static: Any) -> Any:
-    return flash_forward(q, k, v, Operands(*ids), **static)
-
-
-def _backward(*arrays: jax.Array, **static: Any) -> Any:
-    q, k, v, o, lse, do, *ids = arrays
-    return flash_backward(q, k, v, o, lse, do, None, Operands(*ids), **static)
 
 
 def _times(shape: tuple[int, ...]) -> str:

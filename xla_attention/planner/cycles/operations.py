@@ -30,7 +30,7 @@ _ARITHMETIC: dict[str, Callable[..., int]] = {
     "smax": max,
     "smov": lambda a: a,
     "int_to_ptr": lambda a: a,
-    "scalar_lea": operator.add,
+    "scalar_lea": lambda *parts: sum(parts),
     "pmov": lambda a: a,
     "pneg": lambda a: 1 - a,
     "pxor": operator.xor,

@@ -178,19 +178,17 @@ def _tuned(generation: str, direction: str, dtype: str) -> dict[tuple[int, int],
 
 
 def _base(direction: str, hardware: Hardware, length: int, head_dim: int, itemsize: int) -> Any:
-    """The blocks to begin with: the tuned ones of the nearest head dim and length, else a generation's own.
+    """The blocks to begin with: those tuned for the next head dim above and the nearest length, else
+    a generation's own.
 
     float32 gets tiles that it does not spill out of VMEM.
     """
     base = (FORWARD if direction == "forward" else BACKWARD)[hardware.name]
     tuned = _tuned(hardware.name, direction, "bfloat16" if itemsize == 2 else "float32")
-    if tuned:
-        dims = {dim for dim, _ in tuned}
-        dim = min((d for d in dims if d >= head_dim), default=max(dims))
-        lengths = (n for d, n in tuned if d == dim)
-        base = dataclasses.replace(
-            base, **tuned[dim, min(lengths, key=lambda n: abs(math.log2(n) - math.log2(length)))]
-        )
+    if above := [dim for dim, _ in tuned if dim >= head_dim]:
+        lengths = (n for dim, n in tuned if dim == min(above))
+        nearest = min(lengths, key=lambda n: abs(math.log2(n) - math.log2(length)))
+        base = dataclasses.replace(base, **tuned[min(above), nearest])
     if itemsize == 4 and not hardware.interpret:
         base = dataclasses.replace(base, tile_q=min(base.tile_q, 256))
     return base

@@ -101,7 +101,8 @@ def test_the_tuned_table(monkeypatch):
     own = FORWARD["v5e"]
     assert chosen(1024, 64) == chosen(2048, 32) == (512, own.tile_q)
     assert chosen(4096, 64) == chosen(32768, 64) == (256, own.tile_q)
-    assert chosen(1024, 80) == chosen(4096, 256) == (own.block_q, 128)
+    assert chosen(1024, 80) == chosen(4096, 128) == (own.block_q, 128)
+    assert chosen(4096, 256) == (own.block_q, own.tile_q)
     assert chosen(4096, 128, itemsize=4) == (own.block_q, own.tile_q)
     assert chosen(4096, 128, name="v5p") == (FORWARD["v5p"].block_q, FORWARD["v5p"].tile_q)
 

@@ -1,5 +1,6 @@
 """`xla-attention bench features`: a few of its cases, and what it says when one is wrong."""
 
+import dataclasses
 import os
 
 import pytest
@@ -9,6 +10,8 @@ from typer.testing import CliRunner
 
 from xla_attention.benchmarks import feature_cases, feature_sdpa, features
 from xla_attention.benchmarks.feature_sdpa import SdpaError
+
+ONE_QUERY = feature_cases.Shape(2, 2, 2, 1, 130, 96, 48)
 
 
 def run(*options):
@@ -113,6 +116,13 @@ def test_sdpa_has_no_softcap():
     shape, score = feature_cases.SHAPES[0], feature_cases.Score(softcap=2.0)
     problem = feature_cases.Case(feature_cases.causal, score, shape, torch.bfloat16).build()
     assert feature_sdpa.sdpa_errors(problem) == {}
+
+
+def test_sdpa_has_no_gradients_by_q_and_k_where_a_query_sees_one_key():
+    case = feature_cases.Case(feature_cases.causal, feature_cases.Score(), ONE_QUERY, torch.bfloat16)
+    assert set(feature_sdpa.sdpa_errors(case.build())) == {"o", "dv"}
+    with_a_sink = dataclasses.replace(case, score=feature_cases.Score(sinks=True))
+    assert set(feature_sdpa.sdpa_errors(with_a_sink.build())) == {"o", "dq", "dk", "dv"}
 
 
 def test_a_row_that_sees_nothing_must_do_so_in_both():

@@ -158,9 +158,10 @@ def test_bench_memory_prints_a_row_for_each_length():
 
 
 def test_tune_ranks_the_choices_and_writes_the_best(monkeypatch, tmp_path):
-    from xla_attention.planner import tuning
+    from pallas_kernels.flash_attention import blocks
 
-    monkeypatch.setattr(tuning, "TABLE", tmp_path / "table.json")
+    (tmp_path / "table.json").write_text("{}")
+    monkeypatch.setattr(blocks, "TABLE", tmp_path / "table.json")
     arguments = ["tune", *SMALL, "--seq-len", "256", "--pass", "forward", "--limit", "2"]
     lines = command(*arguments)
     assert any("the default" in line and "1.000" in line for line in lines)

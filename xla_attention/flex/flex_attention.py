@@ -61,7 +61,8 @@ def flex_attention(
             captures; indices out of range are clamped. ``-inf`` hides a pair, as does anything at or below
             -5e29. Integers are of 32 bits.
         block_mask: from ``create_block_mask``, ours or torch's. Its mask_mod may capture tensors of any
-            device. Where it has none (``BlockMask.from_kv_blocks``), its lists say what is visible.
+            device, and alone says what is visible: lists that hide more than it are not read. Where there is
+            none (``BlockMask.from_kv_blocks``), the lists say it.
         scale: factor of the scores, default ``head_dim ** -0.5``.
         enable_gqa: allow fewer heads of key and value; they must divide those of the query.
         return_lse: also return the log-sum-exp ``[batch, heads, q_len]``, float32 and differentiable;

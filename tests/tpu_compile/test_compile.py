@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from xla_attention.planner import compile as planner
 from xla_attention.planner.compile import CompileError, compile_for_tpu
 from xla_attention.planner.topology import parse_topology
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.usefixtures("empty_cache")]
 V5E = parse_topology("v5e:2x2")
 ROWS = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -21,19 +20,6 @@ def double(x):
         o_ref[...] = x_ref[...] * 2
 
     return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
-
-
-@pytest.fixture(autouse=True)
-def empty_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XLA_ATTENTION_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    """One entry for each time that the compiler really ran."""
-    calls, run = [], planner._run_worker
-    monkeypatch.setattr(planner, "_run_worker", lambda *a: calls.append(a) or run(*a))
-    return calls
 
 
 @pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5p-8", "v6e-4"])

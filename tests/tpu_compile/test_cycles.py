@@ -16,22 +16,9 @@ from xla_attention.planner import compile as planner
 from xla_attention.planner.compile import CompileError, compile_for_tpu
 from xla_attention.planner.topology import parse_topology
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.usefixtures("empty_cache")]
 V5E = parse_topology("v5e:2x2")
 ROWS = jax.ShapeDtypeStruct((24, 128), jnp.float32)
-
-
-@pytest.fixture(autouse=True)
-def empty_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XLA_ATTENTION_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    """One entry for each time that the compiler really ran."""
-    calls, run = [], planner._run_worker
-    monkeypatch.setattr(planner, "_run_worker", lambda *a: calls.append(a) or run(*a))
-    return calls
 
 
 def powers(x, trips):

@@ -53,7 +53,7 @@ def operand_gradients(
         wanted = tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in operands.score)
     if operands.bias is None and not any(wanted):
         return None, dsinks, (None,) * len(operands.score)
-    dbias, dscore = _by_blocks(q, k, v, lse, do, dlse, operands, spec, wanted)
+    dbias, dscore = _by_blocks(q, k, v, do, dlse, operands, spec, wanted)
     return dbias, dsinks, dscore
 
 
@@ -61,7 +61,6 @@ def _by_blocks(
     q: Array,
     k: Array,
     v: Array,
-    lse: Array,
     do: Array,
     dlse: Array | None,
     operands: Operands,
@@ -108,10 +107,8 @@ def _by_blocks(
             return s + bias[0] if bias else s
 
         s, pull = jax.vjp(logits, tuple(read[n] for n in learned), tuple(map(cut, of_bias)))
-        seen = _visible(rows, columns, operands, spec, cut)
-        # A query that sees nothing, be it that the scores hide all, has an lse of -inf.
-        seen = seen & (cut(lse)[..., None] > -jnp.inf) & (s > HIDDEN) & (rows >= n * block)[:, None]
-        p = jnp.where(seen, jnp.exp(s - cut(lse)[..., None]), 0.0)
+        seen = _visible(rows, columns, operands, spec, cut) & (s > HIDDEN) & (rows >= n * block)[:, None]
+        p = _softmax(s, seen, operands.sinks)
         dp = jnp.einsum("bkgqe,bkne->bkgqn", grouped(cut(do)), v, precision=exact)
         dp = dp.reshape(s.shape)
         # delta anew, of these very P: what is summed over whole rows cancels, and must cancel exactly.
@@ -127,6 +124,21 @@ def _by_blocks(
         dscore[n] = gradient.astype(operands.score[n].dtype)
     dbias = sums[-1].astype(operands.bias.dtype) if of_bias else None
     return dbias, tuple(dscore)
+
+
+def _softmax(s: Array, seen: Array, sinks: Array | None) -> Array:
+    """P of whole rows, normalized anew: dS of a row adds up to zero only as well as P adds up to one, and
+    the rounding of an lse of 10 would leave 1e-6."""
+    s = jnp.where(seen, s, -jnp.inf)
+    highest = jnp.max(s, axis=-1, keepdims=True)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks[:, None, None])
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    p = jnp.exp(s - highest)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks[:, None, None] - highest)
+    return p / jnp.where(total > 0, total, 1.0)
 
 
 def _add(total: Array, part: Array, place: tuple[Array, int] | None) -> Array:

@@ -16,7 +16,7 @@ Make = Callable[[Problem], Variant]
 
 def _learned(p: Problem, *shape: int, seed: int = 0) -> Tensor:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1000 * len(shape)))
-    return x.to(p.device).requires_grad_()
+    return x.to(p.device, p.dtype).requires_grad_()
 
 
 def _data(p: Problem, *shape: int, below: int, seed: int = 0) -> Tensor:

@@ -25,5 +25,5 @@ def relative_position(table: Tensor) -> Callable[..., Tensor]:
 def example(problem: Problem) -> Variant:
     """Distances up to 64."""
     table = torch.randn(problem.heads, 129, generator=torch.Generator().manual_seed(0))
-    table = table.to(problem.device).requires_grad_()
+    table = table.to(problem.device, problem.dtype).requires_grad_()
     return Variant(score_mod=relative_position(table), learned=(table,))

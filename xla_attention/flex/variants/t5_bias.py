@@ -33,5 +33,5 @@ def t5_bias(table: Tensor, max_distance: int = 128) -> Callable[..., Tensor]:
 def example(problem: Problem) -> Variant:
     """T5's 32 buckets."""
     table = torch.randn(32, problem.heads, generator=torch.Generator().manual_seed(0))
-    table = table.to(problem.device).requires_grad_()
+    table = table.to(problem.device, problem.dtype).requires_grad_()
     return Variant(score_mod=t5_bias(table), learned=(table,))

@@ -24,5 +24,5 @@ def tanh_gated(gates: Tensor) -> Callable[..., Tensor]:
 def example(problem: Problem) -> Variant:
     """Random gates."""
     gates = torch.randn(problem.heads, problem.kv_len, generator=torch.Generator().manual_seed(0))
-    gates = gates.to(problem.device).requires_grad_()
+    gates = gates.to(problem.device, problem.dtype).requires_grad_()
     return Variant(score_mod=tanh_gated(gates), learned=(gates,))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -26,10 +27,11 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The attention that an example of a variant is made for."""
+    """The attention that an example of a variant is made for; ``dtype`` is that of what is learned."""
 
     batch: int
     heads: int
     q_len: int
     kv_len: int
     device: Any = "cpu"
+    dtype: torch.dtype = torch.float32

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -147,27 +145,17 @@ def report(*, quick: bool = False, only: str = "") -> bool:
         only: functions whose name contains this.
     """
     console, failed, worst_of_all = Console(), 0, 0.0
-    chosen = [(n, *case) for n, case in enumerate(cases(quick=quick)) if only in case[0]]
-    # XLA keeps what it compiled for the CPU, in more pieces than Linux lets one process map.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=40) as pool:
-        for name, shape, found in pool.map(_measure, [n for n, *_ in chosen], [quick] * len(chosen)):
-            if isinstance(found, str):
-                line, bad = f"{name} {shape}: {found}", True
-            else:
-                worst = max(found, key=found.__getitem__)
-                worst_of_all, bad = max(worst_of_all, found[worst]), not found[worst] < LIMIT
-                line = f"{name} {shape}: {len(found)} results, {worst} is off by {found[worst]:.1e}"
-            failed += bad
-            console.print(f"[red]failed:[/red] {escape(line)}" if bad else escape(line), soft_wrap=True)
+    chosen = [case for case in cases(quick=quick) if only in case[0]]
+    for name, make, shape in chosen:
+        try:
+            found = errors(make, shape)
+        except Exception as error:  # counts as a failure; the others are measured all the same
+            line, bad = f"{name} {shape}: {error}", True
+        else:
+            worst = max(found, key=found.__getitem__)
+            worst_of_all, bad = max(worst_of_all, found[worst]), not found[worst] < LIMIT
+            line = f"{name} {shape}: {len(found)} results, {worst} is off by {found[worst]:.1e}"
+        failed += bad
+        console.print(f"[red]failed:[/red] {escape(line)}" if bad else escape(line), soft_wrap=True)
     console.print(f"{len(chosen)} cases, {failed} failed; worst of all {worst_of_all:.1e}, limit {LIMIT:.0e}")
     return not failed
-
-
-def _measure(n: int, quick: bool) -> tuple[str, Shape, dict[str, float] | str]:
-    """Name, shape and errors of the ``n``-th case, or why there are none."""
-    name, make, shape = list(cases(quick=quick))[n]
-    try:
-        return name, shape, errors(make, shape)
-    except Exception as error:  # counts as a failure; the others are measured all the same
-        return name, shape, str(error)

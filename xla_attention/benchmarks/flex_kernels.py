@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from pallas_kernels.flash_attention import AttentionSpec, Operands
 from pallas_kernels.masks import Causal, Mask, SlidingWindow
+from xla_attention.benchmarks.flex_functions import functions
 from xla_attention.flex.variants import VARIANTS
 from xla_attention.planner.compile import CompileError, compile_for_tpu
 from xla_attention.planner.flex_kernels import flex_kernels
@@ -87,22 +89,23 @@ def measure_flex(
 
     Args:
         topology: to compile for.
-        names: of the variants.
+        names: of the variants, or of the further functions of ``bench flex``.
         cycles: count them, and compile the built-in forms too.
         say: told before each compilation what is compiled.
 
     Raises:
         ValueError: an unknown variant.
     """
+    known_names = VARIANTS | functions()
     for name in names:
-        if name not in VARIANTS:
-            raise ValueError(f"variant: got {name!r}, known are {', '.join(VARIANTS)}")
+        if name not in known_names:
+            raise ValueError(f"variant: got {name!r}, known are {', '.join(known_names)}")
     shapes = (1, heads, seq_len, head_dim), (1, kv_heads, seq_len, head_dim)
     for name in names:
-        ours = flex_kernels(VARIANTS[name], *shapes, dtype=dtype, hardware=topology.hardware)
+        ours = flex_kernels(known_names[name], *shapes, dtype=dtype, hardware=topology.hardware)
         known = built_in(name, seq_len) if cycles else None
-        theirs = _built_in_kernels(known, *shapes, dtype, topology) if known else [None] * len(ours)
-        for kernel, other in zip(ours, theirs):
+        theirs = _built_in_kernels(known, *shapes, dtype, topology) if known else []
+        for kernel, other in zip_longest(ours, theirs):
             say(f"compiling for {topology}: {name}, {kernel.name}")
             try:
                 found = _cycles(kernel, topology, cycles)

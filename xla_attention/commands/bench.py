@@ -65,10 +65,7 @@ def bench_features(
 
     Exits with status 1 when one is over its limit.
     """
-    # Each case is a program that runs for milliseconds: LLVM's optimizations would take half of the time.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    # And none runs again: kept, hundreds of them meet Linux's limit on a process's memory mappings.
-    os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "8")
+    _compile_quickly()
 
     from xla_attention.benchmarks.features import report
 
@@ -86,7 +83,7 @@ def bench_flex(
     Every variant at several lengths, further functions, and random compositions of them. Exits with status 1
     when one is over its limit.
     """
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # as for features
+    _compile_quickly()
 
     from xla_attention.benchmarks.flex_accuracy import report
 
@@ -105,6 +102,9 @@ def bench_flex_kernels(
     seq_len: options.SeqLen = 8192,
     head_dim: options.HeadDim = 128,
     dtype: options.Dtype = "bfloat16",
+    further: Annotated[
+        bool, typer.Option("--further", help="The further functions of `bench flex` instead.")
+    ] = False,
 ) -> None:
     """Compile every variant of flex_attention, and compare with built-in forms by the compiler's schedules.
 
@@ -112,6 +112,7 @@ def bench_flex_kernels(
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+    from xla_attention.benchmarks.flex_functions import functions
     from xla_attention.benchmarks.flex_kernels import flex_table, measure_flex
     from xla_attention.flex.variants import VARIANTS
     from xla_attention.planner.topology import parse_topology
@@ -127,7 +128,8 @@ def bench_flex_kernels(
                 seq_len=seq_len,
                 head_dim=head_dim,
                 dtype=dtype,
-                names=variant or tuple(VARIANTS),
+                names=variant or tuple(functions() if further else VARIANTS),
+                cycles=not further,
                 say=status.update,
             )
             rows = list(rows)
@@ -233,3 +235,13 @@ def _wide_console() -> "Console":
 
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, 180))
+
+
+def _compile_quickly() -> None:
+    """For hundreds of programs on a CPU, each of which runs once, for milliseconds.
+
+    LLVM's optimizations would take half of the time; and kept, they meet Linux's limit on the memory mappings
+    of a process.
+    """
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "8")

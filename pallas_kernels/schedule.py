@@ -275,20 +275,22 @@ def segments_meet(
 
 
 def narrow(
-    steps: Sequence[Step], tile: int, some: Bool[Array, "b r t"], every: Bool[Array, "b r t"]
+    steps: Sequence[Step], tiling: Tiling, some: Bool[Array, "b r t"], every: Bool[Array, "b r t"]
 ) -> dict[str, Int[Array, "b s"]]:
     """What segments leave of every step, for each batch.
 
     Args:
         steps: the steps of the static mask.
-        tile: columns of a tile.
+        tiling: that they were built with.
         some: of each row and tile of one repeat, whether any pair is in one segment.
         every: whether every pair is.
 
     Returns:
         ``start``, ``tiles``, ``masked_start`` and ``masked_tiles``, and ``shared``: whether segments meet in
-        the step's border, which must then be masked. Such a step has no run: fewer programs are needed.
+        the step's border, which must then be masked. Such a step has no run: fewer programs are needed. A run
+        keeps the remainder of its kind: the tiles that are too many for it go under the mask.
     """
+    tile = tiling.tile
     n = np.arange(some.shape[-1])[None, :]
 
     def spans(start: str, last: Callable[[Step], int]) -> np.ndarray:
@@ -306,6 +308,8 @@ def narrow(
     ends = ~every & (n >= first[..., None])
     end = jnp.where(ends.any(axis=-1), jnp.argmax(ends, axis=-1), n.shape[1])
     tiles = jnp.where(every.any(axis=-1), end - first, 0)
+    too_many = (tiles - np.array([s.tiles for s in steps])) % tiling.unroll
+    first, tiles = first + too_many, jnp.maximum(tiles - too_many, 0)
     low = jnp.argmax(some, axis=-1)
     high = n.shape[1] - jnp.argmax(some[..., ::-1], axis=-1)
     met = jnp.where(some.any(axis=-1), high - low, 0)

@@ -107,7 +107,7 @@ def plan_chunks(
         every.append(_columns(steps, tiling, origin, group, width))
         if segments:
             here = slice(origin // tiling.tile, (origin + tiling.columns) // tiling.tile)
-            batched.append(schedule.narrow(steps, tiling.tile, *(x[:, :, here] for x in meet)))
+            batched.append(schedule.narrow(steps, tiling, *(x[:, :, here] for x in meet)))
     length = max(len(columns["row"]) for columns in every)
     every = [_lengthen(columns, length) for columns in every]
     batched = [

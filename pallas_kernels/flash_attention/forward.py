@@ -208,21 +208,24 @@ def _step(p: _Pass, kind: schedule.Kind, met: int, read: Callable[[str], Any]) -
         p.start()
 
     start, count = read("start"), read("tiles")
+    at = lambda j: pl.multiple_of(start - p.memory + j * b.block_kv, LANES)  # noqa: E731
+    if kind.run:
+        for cols in tiles:
+            p.s[:, cols] = p.logits(cols, at(0), b.block_kv)
     if kind.masked:
 
         def under_mask(n: Any, carry: Any) -> Any:
-            at = schedule.masked_tile(n, b.block_kv, read("masked_start"), start, count)
-            key = pl.multiple_of(at - p.memory, LANES)
+            first = schedule.masked_tile(n, b.block_kv, read("masked_start"), start, count)
+            key = pl.multiple_of(first - p.memory, LANES)
             for cols in tiles:
                 s = p.logits(cols, key, b.block_kv)
-                p.accumulate(p.hide(s, key, cols, (p.row + cols.start, at)), cols, key)
+                p.accumulate(p.hide(s, key, cols, (p.row + cols.start, first)), cols, key)
             return carry
 
         lax.fori_loop(0, read("masked_tiles"), under_mask, 0)
 
     pieces = []
     if kind.run:
-        at = lambda j: pl.multiple_of(start - p.memory + j * b.block_kv, LANES)  # noqa: E731
 
         def step(j: Any) -> None:
             for cols in tiles:
@@ -231,8 +234,6 @@ def _step(p: _Pass, kind: schedule.Kind, met: int, read: Callable[[str], Any]) -
                 p.accumulate(s, cols, at(j))
                 p.s[:, cols] = following
 
-        for cols in tiles:
-            p.s[:, cols] = p.logits(cols, at(0), b.block_kv)
         loops = (count - 1) // b.unroll
 
         def body(n: Any, carry: Any) -> Any:
@@ -320,7 +321,7 @@ def _steps(
         kinds = tuple(dict.fromkeys(itertools.chain(*variants)))
         batched = schedule.narrow(
             steps,
-            tiling.tile,
+            tiling,
             *schedule.segments_meet(
                 operands.q_segment_ids, operands.kv_segment_ids, tiling.row_block, tiling.tile
             ),
@@ -376,7 +377,6 @@ def forward(
     heads, group = rows // batch, rows // kv_rows
     memory = blocks.memory_kv or kv_len
     streamed = memory < kv_len
-    segments = operands.q_segment_ids is not None
     tiling = schedule.Tiling(
         rows=q_len,
         columns=kv_len,
@@ -384,9 +384,8 @@ def forward(
         memory=memory,
         tile=blocks.block_kv,
         sub=blocks.border,
-        unroll=1 if segments else blocks.unroll,
+        unroll=blocks.unroll,
     )
-    blocks = dataclasses.replace(blocks, unroll=tiling.unroll)
     steps, kinds, table = _steps(spec, tiling, operands, streamed)
     depth = value_dim + (ONES if blocks.mxu_row_sums else 0)
     if streamed:

@@ -225,7 +225,7 @@ def test_narrowed_steps_compute_each_pair_of_a_segment_once(mask, t, rows_are_qu
     shown = visible(mask, t, rows_are_queries) & same
     steps = schedule.build(mask, t, rows_are_queries=rows_are_queries, repeats=repeats)
     meet = schedule.segments_meet(jnp.asarray(row_ids), jnp.asarray(column_ids), t.row_block, t.tile)
-    narrowed = {name: np.asarray(x) for name, x in schedule.narrow(steps, t.tile, *meet).items()}
+    narrowed = {name: np.asarray(x) for name, x in schedule.narrow(steps, t, *meet).items()}
     for batch, repeat in np.ndindex(2, repeats):
         computed = np.zeros(shown.shape[1:], int)
         for n, step in enumerate(steps):
@@ -233,6 +233,8 @@ def test_narrowed_steps_compute_each_pair_of_a_segment_once(mask, t, rows_are_qu
                 numbers = {name: int(x[batch, n]) for name, x in narrowed.items()}
                 shared = bool(numbers.pop("shared"))
                 assert not (shared and numbers["tiles"])
+                if numbers["tiles"]:
+                    assert (numbers["tiles"] - 1) % t.unroll == step.kind.remainder
                 for rows, columns, masked in spans(dataclasses.replace(step, **numbers), t, shared):
                     assert masked or shown[batch, rows, columns].all()
                     computed[rows, columns] += shown[batch, rows, columns]

@@ -245,7 +245,9 @@ def apply_to_block(
 def _broadcast(along: Along, x: Array, block: int, kv_len: int) -> Array:
     """The values of ``by_block`` as ``[batch, heads, block, kv_len]``, or broadcastable to it."""
     if along == "head":
-        return x[:, :, None, None]
+        # By rows, and kept so: its gradient is then a sum of rows' sums, which rounds less than one long sum.
+        rows = jnp.broadcast_to(x[:, :, None, None], (*x.shape, block, 1))
+        return lax.optimization_barrier(rows)
     if along == "query":
         return x[:, :, :, None]
     if along == "key":

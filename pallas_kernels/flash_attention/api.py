@@ -18,7 +18,7 @@ from pallas_kernels.flash_attention.operand_gradients import operand_gradients
 from pallas_kernels.flash_attention.score_tiles import pad_operands
 from pallas_kernels.flash_attention.spec import NO_OPERANDS, AttentionSpec, Operands
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.masks import KeyLength, PerHead
+from pallas_kernels.masks import Causal, Full, KeyLength, PerHead
 
 SUBLANES = 16  # rows of a packed register of bfloat16: head_dim is a row count once transposed
 
@@ -119,8 +119,16 @@ def flash_forward(
         return per_head.forward(run, q, k, v, operands, spec)
     batch, heads, q_len, dim = q.shape
     kv_len, value_dim = v.shape[2:]
+    alone = spec.score is None and all(x is None for x in operands[:-1])
     blocks = (spec.block_sizes or BlockSizes()).forward or choose_forward(
-        q_len, kv_len, dim, value_dim, q.dtype.itemsize, hardware, _pair_bytes(operands, spec)
+        q_len,
+        kv_len,
+        dim,
+        value_dim,
+        q.dtype.itemsize,
+        hardware,
+        _pair_bytes(operands, spec),
+        simple=alone and isinstance(spec.mask, Causal | Full),
     )
     q_padded, kv_padded = (
         round_up(q_len, blocks.block_q),

@@ -128,6 +128,9 @@ FORWARD = {
     "interpreter": ForwardBlocks(block_q=512, tile_q=512, border=256, border_kv=512, ahead=1),
 }
 
+# Queries of a step where the program is small: for each piece of the border it holds code of its own.
+LARGE_Q = {"v5e": 2048, "v5p": 2048}
+
 BACKWARD = {
     "v4": BackwardBlocks(),
     "v5e": BackwardBlocks(),
@@ -202,6 +205,7 @@ def choose_forward(
     itemsize: int,
     hardware: Hardware,
     bias_itemsize: int = 0,
+    simple: bool = False,
 ) -> ForwardBlocks:
     """Blocks for these lengths and head dims that fit the hardware's VMEM.
 
@@ -211,8 +215,13 @@ def choose_forward(
         itemsize: bytes of an element of q, k and v.
         hardware: what to compile for.
         bias_itemsize: bytes of an element of the bias, 0 without one.
+        simple: nothing but a full or causal mask. Larger blocks then do not take minutes to compile.
     """
     base = _base("forward", hardware, q_len, head_dim, itemsize)
+    own, large = FORWARD[hardware.name].block_q, LARGE_Q.get(hardware.name, base.block_q)
+    small = itemsize == 2 and max(head_dim, value_dim) <= LANES and not (q_len | kv_len) % large
+    if simple and small and base.block_q == own:
+        base = dataclasses.replace(base, block_q=large)
     block_q = _even(q_len, base.block_q)
     # Key blocks that divide query blocks keep one border for every row of a causal mask.
     block_kv = min(

@@ -49,9 +49,9 @@ def backward_vmem(b, q_len, dim, group, itemsize):
 
 
 @settings(max_examples=500)
-@given(LENGTHS, LENGTHS, DIMS, st.sampled_from([2, 4]), HARDWARE)
-def test_forward(q_len, kv_len, dim, itemsize, hardware):
-    b = choose_forward(q_len, kv_len, dim, dim, itemsize, hardware)
+@given(LENGTHS, LENGTHS, DIMS, st.sampled_from([2, 4]), HARDWARE, st.booleans())
+def test_forward(q_len, kv_len, dim, itemsize, hardware, simple):
+    b = choose_forward(q_len, kv_len, dim, dim, itemsize, hardware, simple=simple)
     columns = up(kv_len, b.memory_kv or b.block_kv)
     Tiling(up(q_len, b.block_q), columns, b.block_q, b.memory_kv or columns, b.block_kv, b.border, b.unroll)
     assert b.block_q % b.tile_q == b.border_kv % b.border == 0
@@ -83,6 +83,16 @@ def test_long_powers_of_two_take_the_generations_own_blocks(hardware):
     chosen = choose_backward(4096, 4096, 128, 128, 1, 2, hardware)
     want = dataclasses.replace(BACKWARD[hardware.name], **table.get(key % "backward", {}))
     assert chosen == dataclasses.replace(want, memory_q=chosen.memory_q)
+
+
+def test_a_small_program_takes_many_queries():
+    def block_q(length, dim=128, itemsize=2, name="v5e"):
+        return choose_forward(length, length, dim, dim, itemsize, GENERATIONS[name], simple=True).block_q
+
+    assert block_q(2048) == block_q(2**17) == block_q(8192, 64, name="v5p") == 2048
+    assert (
+        block_q(4096, 256) == block_q(4096, itemsize=4) == block_q(4096, name="v6e") == block_q(3072) == 1024
+    )
 
 
 def test_the_tuned_table(monkeypatch):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.flash_attention import AttentionSpec, BackwardBlocks, BlockSizes, ForwardBlocks
 from pallas_kernels.flash_attention.blocks import choose_backward, choose_forward, round_up, table_key
+from pallas_kernels.masks import Causal, Full
 from pallas_kernels.schedule import Tiling
 from xla_attention.planner.attention_case import AttentionCase
 from xla_attention.planner.compile import CompileError, compile_for_tpu, libtpu_version, write_atomically
@@ -60,7 +61,8 @@ def default_blocks(case: AttentionCase, topology: Topology) -> Blocks:
     sizes = (case.seq_len, case.seq_len, case.head_dim, case.head_dim)
     itemsize = jnp.dtype(case.dtype).itemsize
     if case.direction == "forward":
-        return choose_forward(*sizes, itemsize, topology.hardware)
+        simple = isinstance(case.mask, Causal | Full)
+        return choose_forward(*sizes, itemsize, topology.hardware, simple=simple)
     return choose_backward(*sizes, case.heads // case.kv_heads, itemsize, topology.hardware)
 
 

@@ -20,9 +20,10 @@ class Context:
         axis: its name.
         shards: its size.
         method: ``"ring"`` passes keys and values round; ``"all_to_all"`` exchanges heads for sequence.
-        layout: ``"contiguous"``: shard ``i`` has the ``i``-th part of the sequence. ``"zigzag"``: it has chunks
-            ``i`` and ``2 shards - 1 - i`` of ``2 shards``, an early and a late one, so that causal attention is
-            the same work everywhere (Brandon et al., 2023, arXiv:2311.09431, balance it likewise by stripes).
+        layout: ``"contiguous"``: shard ``i`` has the ``i``-th part of the sequence. ``"zigzag"``: it has
+            chunks ``i`` and ``2 shards - 1 - i`` of ``2 shards``, an early and a late one, so that causal
+            attention is the same work everywhere (Brandon et al., 2023, arXiv:2311.09431, balance it likewise
+            by stripes).
     """
 
     axis: str

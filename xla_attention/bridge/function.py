@@ -81,7 +81,8 @@ class JaxFunction:
             return self.fn(*every, hardware=attached, **static)
 
         exported = lower(fn, avals, "cpu" if attached.interpret else "tpu", sharding)
-        return xb.computation_from_module_proto(self.name, to_hlo(exported))
+        module = to_hlo(exported, sharding and sharding.device_ids)
+        return xb.computation_from_module_proto(self.name, module)
 
 
 def _aval(tensor: torch.Tensor, position: int) -> jax.ShapeDtypeStruct:

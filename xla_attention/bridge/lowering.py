@@ -12,6 +12,7 @@ from jax._src import config as jax_config
 from jax._src import xla_bridge
 from jaxlib import _jax
 
+from xla_attention.bridge.devices import reorder_devices
 from xla_attention.bridge.sharding import Sharding
 
 # Export refuses custom calls without a stability promise; Pallas kernels are one.
@@ -42,11 +43,17 @@ def lower(
         return export.export(jitted, platforms=[platform], disabled_checks=[_PALLAS_CALL])(*avals)
 
 
-def to_hlo(exported: export.Exported) -> bytes:
-    """The serialized HLO module of a lowered function; its results are one tuple."""
-    computation = _jax.mlir.mlir_module_to_xla_computation(
-        exported.mlir_module(), use_tuple_args=False, return_tuple=True
-    )
+def to_hlo(exported: export.Exported, device_ids: Sequence[int] | None = None) -> bytes:
+    """The serialized HLO module of a lowered function; its results are one tuple.
+
+    Args:
+        exported: what :func:`lower` returns.
+        device_ids: the device at each place of the mesh that it was sharded over; None for their own order.
+    """
+    module = exported.mlir_module()
+    if device_ids is not None:
+        module = reorder_devices(module, device_ids)
+    computation = _jax.mlir.mlir_module_to_xla_computation(module, use_tuple_args=False, return_tuple=True)
     return computation.as_serialized_hlo_module_proto()
 
 

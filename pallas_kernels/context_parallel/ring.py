@@ -1,15 +1,15 @@
 """Ring attention: keys and values travel round the shards of a sequence, queries stay (Liu et al., 2023,
 arXiv:2310.01889).
 
-In step s, shard i of n has the keys of shard j = i - s (mod n). With (o, lse) of what it has seen so far and
-(o', lse') of the step, from the flash attention kernel,
+In step s, shard i of n has the keys of shard j = i - s (mod n). The steps are merged as flash attention merges
+blocks of keys, from each step's o' and lse', by the kernel:
 
-    lse* = log(exp(lse) + exp(lse'))        o* = exp(lse - lse*) o + exp(lse' - lse*) o'
+    m* = max(m, lse')      acc* = exp(m - m*) acc + exp(lse' - m*) o'      l* = exp(m - m*) l + exp(lse' - m*)
 
-is attention to both, exactly. Going backward, with P = exp(S - lse*) of the final lse*, the gradients of the
-steps just add up: dq stays, dk and dv travel with their keys and come home in the end. All of it in float32.
-A step's keys, and the gradients of the last step's, are sent before the step computes, so that they travel
-meanwhile.
+and at the end o = acc / l, lse = m + log l: attention to all keys, exactly. Going backward, with P = exp(S - lse)
+of that lse, the gradients of the steps just add up: dq stays, dk and dv travel with their keys and come home in
+the end. All of it in float32. The keys of the next step, and the gradients of the last, are sent before a step
+computes, so that they travel meanwhile.
 
 What a step computes is known when it is compiled, but for one choice: whether its keys come from before this
 shard's queries (s <= i) or from behind them. In a causal zig-zag (``layout.py``), with chunks (i, 2n - 1 - i)
@@ -63,6 +63,14 @@ class Keys(NamedTuple):
     k: Float[Array, "b g n d"]
     v: Float[Array, "b g n e"]
     ids: Array | None
+
+
+class Seen(NamedTuple):
+    """Attention to what was met so far; float32."""
+
+    acc: Float[Array, "b h m e"]
+    m: Float[Array, "b h m"]
+    total: Float[Array, "b h m"]
 
 
 def plan(mask: Mask, context: Context, length: int) -> list[Step]:
@@ -154,23 +162,24 @@ def forward(
             out_dtype=jnp.float32,
         )
 
-    def add(part: Part | None, keys: Keys, seen: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add(part: Part | None, keys: Keys, seen: Seen) -> Seen:
         if part is None:
             return seen
-        merged = merge(*(_cut(x, part.queries) for x in seen), *attend(part, keys))
-        return tuple(_put(whole, x, part.queries) for whole, x in zip(seen, merged))
+        merged = merge(Seen(*(_cut(x, part.queries) for x in seen)), *attend(part, keys))
+        return Seen(*(_put(whole, x, part.queries) for whole, x in zip(seen, merged)))
 
     def turn(n: Any, step: Step, carry: tuple, last: bool) -> tuple:
         keys, seen = carry
         following = keys if last else _send(keys, 1, context)
         return following, _choose(n, index, step, add, keys, seen)
 
-    keys = Keys(k, v, kv_ids)
-    carry = (keys, (jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), jnp.full(q.shape[:3], -jnp.inf)))
-    _, (o, lse) = _turns(steps, turn, carry)
+    rows = q.shape[:3]
+    nothing = Seen(jnp.zeros((*rows, v.shape[3]), jnp.float32), jnp.full(rows, -jnp.inf), jnp.zeros(rows))
+    _, seen = _turns(steps, turn, (Keys(k, v, kv_ids), nothing))
     if operands.sinks is not None:  # one more key, whose value is zero
-        o, lse = merge(o, lse, jnp.zeros_like(o), jnp.broadcast_to(operands.sinks[:, None], lse.shape))
-    return o.astype(q.dtype), lse
+        seen = merge(seen, jnp.zeros_like(seen.acc), jnp.broadcast_to(operands.sinks[:, None], rows))
+    o = seen.acc / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
+    return o.astype(q.dtype), seen.m + jnp.log(seen.total)
 
 
 def backward(
@@ -223,11 +232,12 @@ def backward(
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def merge(o: Array, lse: Array, o_: Array, lse_: Array) -> tuple[Array, Array]:
-    """Attention to two sets of keys from that to each; all float32, -inf where nothing is seen."""
-    total = jnp.logaddexp(lse, lse_)
-    share, share_ = (jnp.where(x == -jnp.inf, 0.0, jnp.exp(x - total))[..., None] for x in (lse, lse_))
-    return share * o + share_ * o_, total
+def merge(seen: Seen, o: Array, lse: Array) -> Seen:
+    """Attention to further keys, by its result and log-sum-exp; -inf where a query sees none of them."""
+    m = jnp.maximum(seen.m, lse)
+    base = jnp.where(m == -jnp.inf, 0.0, m)
+    old, new = jnp.exp(seen.m - base), jnp.exp(lse - base)
+    return Seen(old[..., None] * seen.acc + new[..., None] * o, m, old * seen.total + new)
 
 
 def _turns(steps: Sequence[Step], turn: Callable[..., tuple], carry: tuple) -> tuple:

@@ -154,6 +154,11 @@ def _on_xla(
         score=plan.score,
         block_sizes=block_sizes,
     )
+    if plan.names() and placement and placement.sequence and placement.layout == "zigzag":
+        raise ValueError(
+            "score_mod, block_mask: they may not capture tensors where the sequence lies in a zig-zag, whose "
+            "order those have not; take layout='contiguous'"
+        )
     operands = compute_operands(plan, captured, query)
     return kernel_attention(query, key, value, operands, spec, differentiate_lse, placement)
 

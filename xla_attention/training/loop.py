@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from xla_attention.training.checkpoint import CheckpointError
 from xla_attention.training.config import TrainConfig
-from xla_attention.training.data import as_batch, evaluation_batches, training_batch
 from xla_attention.training.interrupt import StopRequest
 from xla_attention.training.metrics import Metrics, peak_of
 from xla_attention.training.optimizer import learning_rate, set_learning_rate
@@ -56,7 +55,7 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
         if fresh:
             erase(config.out_dir)
         run = prepare(config, console)
-        with _metrics(run, console) as metrics:
+        with _metrics(run, console) as metrics, run.attention():
             _train_steps(run, metrics, console, stop)
             eval_loss = None
             if run.held_out and not stop.signal:
@@ -96,17 +95,14 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     Returns:
         Loss, and norm of the gradient before clipping: scalars that the device is still computing.
     """
-    config, model, optimizer = run.config, run.state.model, run.state.optimizer
-    positions = (run.state.position + micro * config.batch_size for micro in range(config.grad_accumulation))
-    batches = [
-        as_batch(training_batch(run.train_data, config.batch_size, position, config.seed), run.end_id)
-        for position in positions
-    ]
-    targets = [batch.targets for batch in batches]
+    config, model = run.config, run.state.model
+    batches = run.training_batches()
+    targets = torch.stack([batch.targets for batch in batches])
+    shares = targets / targets.sum().clamp_min(1)
+    if config.grad_accumulation > 1:
+        sync(run.device)
     losses = []
-    for batch, count in zip(batches, targets):
-        # A share of the step's targets. It is data: as a number, it would compile each step anew.
-        share = torch.tensor(count / max(1, sum(targets)), dtype=torch.float32).to(run.device)
+    for batch, share in zip(batches, shares):
         loss = run.loss(batch) * share
         loss.backward()
         losses.append(loss.detach())
@@ -114,8 +110,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
             sync(run.device)  # one program for each micro batch, rather than one that holds them all
     max_norm = config.optimizer.max_grad_norm or float("inf")
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
-    optimizer.step()
-    optimizer.zero_grad()
+    run.update()
     loss = torch.stack(losses).sum()
     sync(run.device)
     return loss, grad_norm
@@ -125,12 +120,12 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
 def evaluate(run: Run) -> float:
     """Mean loss over the targets of the held-out batches, in nats per token."""
     losses, targets = [], []
-    for blocks in evaluation_batches(run.held_out, run.config.batch_size, run.config.eval.batches):
-        batch = as_batch(blocks, run.end_id)
+    for batch in run.evaluation_batches():
         losses.append(run.loss(batch))
         targets.append(batch.targets)
         sync(run.device)
-    return sum(loss.item() * count for loss, count in zip(losses, targets)) / max(1, sum(targets))
+    counts = [count.item() for count in targets]
+    return sum(loss.item() * count for loss, count in zip(losses, counts)) / max(1, sum(counts))
 
 
 def _due(interval: int | None, step: int) -> bool:

@@ -17,6 +17,13 @@ def run_spmd(program: str, devices: int, **variables: Any) -> Any:
         program: Python; `VARIABLES` in it are `variables`.
         devices: virtual CPU devices.
     """
+    output, errors = (process := start_spmd(program, devices, **variables)).communicate()
+    assert process.returncode == 0, output[-2000:] + errors[-4000:]
+    return json.loads(output.splitlines()[-1])
+
+
+def start_spmd(program: str, devices: int, **variables: Any) -> subprocess.Popen:
+    """Starts a program as `run_spmd` does."""
     environment = {
         **os.environ,
         "PJRT_DEVICE": "CPU",
@@ -27,6 +34,5 @@ def run_spmd(program: str, devices: int, **variables: Any) -> Any:
         "PYTHONPATH": os.pathsep.join(map(str, [TESTS.parent, TESTS / "training"])),
     }
     code = f"import json\nVARIABLES = json.loads({json.dumps(variables)!r})\n{program}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from small import GPT, LLAMA
 from spmd import run_spmd
+
+from xla_attention.training.checkpoint import load_weights
 
 MODELS = {
     "llama": LLAMA | {"vocab_size": 264, "hidden_size": 64, "num_attention_heads": 4},
@@ -41,7 +42,7 @@ def train(folder, devices, strategies, model, steps, mesh=None):
         records = map(json.loads, (folder / strategy / "metrics.jsonl").read_text().splitlines())
         losses = [record["loss"] for record in records]
         checkpoint = folder / strategy / "checkpoints" / f"step-{steps:08d}"
-        results[strategy] = torch.tensor(losses), load_file(checkpoint / "model/model.safetensors")
+        results[strategy] = torch.tensor(losses), load_weights(checkpoint).state_dict()
     return results
 
 

@@ -1,18 +1,23 @@
 """The training loop."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor, nn
 
+from xla_attention.sharding.sharding import start_spmd
 from xla_attention.training.checkpoint import CheckpointError
 from xla_attention.training.config import TrainConfig
 from xla_attention.training.interrupt import StopRequest
 from xla_attention.training.metrics import Metrics, peak_of
 from xla_attention.training.optimizer import learning_rate, set_learning_rate
+from xla_attention.training.processes import folder_of_process, process_index
 from xla_attention.training.profiling import StepProfiler
 from xla_attention.training.run import Run, erase, exclusive, prepare
 from xla_attention.training.state import sync
@@ -51,8 +56,9 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
         DivergedError: the loss is no longer finite; no checkpoint is written after that.
     """
     console = console or Console()
-    with StopRequest() as stop, exclusive(config.out_dir):
-        if fresh:
+    start_spmd(config.sharding)  # before anything asks which process this is
+    with StopRequest() as stop, exclusive(folder_of_process(config.out_dir)):
+        if fresh and process_index() == 0:
             erase(config.out_dir)
         run = prepare(config, console)
         with _metrics(run, console) as metrics, run.attention():
@@ -61,6 +67,7 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
             if run.held_out and not stop.signal:
                 eval_loss = evaluate(run)
                 metrics.evaluated(run.state.step, eval_loss)
+            _or_warn(run.checkpoints.wait, console)
             checkpoint = run.save()
     return TrainResult(run.state.step, eval_loss, checkpoint, stop.signal)
 
@@ -134,8 +141,13 @@ def _due(interval: int | None, step: int) -> bool:
 
 def _save_or_warn(run: Run, console: Console) -> None:
     """A checkpoint that cannot be written must not cost the training that is in memory."""
+    _or_warn(run.checkpoints.wait, console)
+    _or_warn(functools.partial(run.save, background=True), console)
+
+
+def _or_warn(save: Callable[[], Any], console: Console) -> None:
     try:
-        run.save()
+        save()
     except CheckpointError as error:
         console.print(f"[bold red]warning:[/] {escape(str(error))}; training goes on")
 
@@ -143,7 +155,7 @@ def _save_or_warn(run: Run, console: Console) -> None:
 def _metrics(run: Run, console: Console) -> Metrics:
     config = run.config
     return Metrics(
-        config.out_dir,
+        folder_of_process(config.out_dir),
         console,
         first_step=run.state.step,
         steps=config.steps,

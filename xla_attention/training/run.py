@@ -18,7 +18,7 @@ from xla_attention.models.config import ModelConfig
 from xla_attention.sharding.sharding import Sharding, start_spmd
 from xla_attention.text import Tokenizer, load_tokenizer
 from xla_attention.training.activation_checkpointing import checkpoint_activations
-from xla_attention.training.checkpoint import CheckpointFolder, check_fits
+from xla_attention.training.checkpoint import CheckpointFolder, check_fits, load_weights
 from xla_attention.training.config import ConfigError, TrainConfig
 from xla_attention.training.data import (
     Batch,
@@ -31,6 +31,7 @@ from xla_attention.training.data import (
     training_batch,
 )
 from xla_attention.training.optimizer import build_optimizer
+from xla_attention.training.processes import barrier, process_index, start_processes
 from xla_attention.training.state import TrainState, seed_random, sync
 
 
@@ -120,9 +121,10 @@ class Run:
     def _rows(self) -> np.ndarray | None:
         return self.sharding.rows(self.config.batch_size) if self.sharding else None
 
-    def save(self) -> Path:
-        """Writes a checkpoint."""
-        return self.checkpoints.save(self.state, self.config, self.tokenizer, self.train_data.fingerprint())
+    def save(self, background: bool = False) -> Path:
+        """Writes a checkpoint, in the background if that is asked for and the run is sharded."""
+        data = self.train_data.fingerprint()
+        return self.checkpoints.save(self.state, self.config, self.tokenizer, data, background)
 
 
 def prepare(config: TrainConfig, console: Console) -> Run:
@@ -133,6 +135,7 @@ def prepare(config: TrainConfig, console: Console) -> Run:
         DataError, ValueError, FileNotFoundError: data, tokenizer or model that it names cannot be used.
     """
     strategy = start_spmd(config.sharding)
+    start_processes()
     sharding = Sharding(strategy) if strategy else None
     device, description = _device(config)
     if device.type == "xla" and config.compute_dtype == "float32":
@@ -149,12 +152,14 @@ def prepare(config: TrainConfig, console: Console) -> Run:
         vocab_size=model_config.vocab_size,
         seed=config.seed,
     )
-    checkpoints = CheckpointFolder(config.out_dir / "checkpoints", config.checkpoint.keep_last)
-    checkpoints.remove_unfinished()
+    checkpoints = CheckpointFolder(config.out_dir / "checkpoints", config.checkpoint.keep_last, sharding)
+    if process_index() == 0:
+        checkpoints.remove_unfinished()
+    barrier()
     checkpoint = checkpoints.latest()
     if checkpoint is not None:
         check_fits(checkpoint, model_config, config, train_data.fingerprint())
-        model = load_model(checkpoint / "model")
+        model = load_weights(checkpoint)
     elif isinstance(config.model, dict):
         model = build_model(model_config, seed=config.seed)
     else:

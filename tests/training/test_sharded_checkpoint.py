@@ -55,14 +55,13 @@ def saved(tmp_path_factory):
 
 
 def test_another_mesh_resumes_with_the_same_state_and_losses(saved, tmp_path):
-    """8 devices (2 x 4, hsdp) to 2d and fsdp over 8, to fsdp over 4, and to one. The state is the same bit for
+    """8 devices (2 x 4, hsdp) to 4 x 2 (2d), to 4 (fsdp), and to one. The state is the same bit for
     bit, the losses differ by the order of sums: 1e-5."""
     runs = {}
-    for name in ("2d", "fsdp", "replicated", "four", "one"):
+    for name in ("2d", "four", "one"):
         runs[name] = tmp_path / name
         shutil.copytree(saved / "half", runs[name])
-    eight = [({"strategy": name}, str(runs[name])) for name in ("2d", "fsdp", "replicated")]
-    digests = run_spmd(TRAIN, 8, runs=eight, changes=CHANGES)
+    digests = run_spmd(TRAIN, 8, runs=[({"strategy": "2d"}, str(runs["2d"]))], changes=CHANGES)
     digests += run_spmd(TRAIN, 4, runs=[({"strategy": "fsdp"}, str(runs["four"]))], changes=CHANGES)
     digests += run_spmd(TRAIN, 1, runs=[({"strategy": "none"}, str(runs["one"]))], changes=CHANGES)
     assert all(digest == digests[0] for digest in digests[1:]) and len(digests[0]) > 20
@@ -71,6 +70,7 @@ def test_another_mesh_resumes_with_the_same_state_and_losses(saved, tmp_path):
         torch.testing.assert_close(last_steps(folder), last_steps(saved / "whole"), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_run_on_one_device_goes_on_sharded(saved, tmp_path):
     one = tmp_path / "one"
     settings_ = CHANGES | {"steps": 6, "checkpoint": {"interval": 3}}
@@ -129,9 +129,9 @@ print("null")
 def test_kill_9_while_a_checkpoint_is_written_in_the_background(tmp_path):
     """The disk takes seconds for the second checkpoint, and training goes on meanwhile; a kill then leaves the
     first, from which the run ends as one that was never killed: float32 sums are in the same order."""
-    run_spmd(TRAIN_ON_A_SLOW_DISK, 4, folder=str(tmp_path / "whole"), changes=CHANGES, seconds=0)
+    run_spmd(TRAIN_ON_A_SLOW_DISK, 2, folder=str(tmp_path / "whole"), changes=CHANGES, seconds=0)
     killed = tmp_path / "killed"
-    process = start_spmd(TRAIN_ON_A_SLOW_DISK, 4, folder=str(killed), changes=CHANGES, seconds=0.05)
+    process = start_spmd(TRAIN_ON_A_SLOW_DISK, 2, folder=str(killed), changes=CHANGES, seconds=0.05)
     first, second = (killed / "checkpoints" / name for name in ("step-00000002", ".step-00000004.tmp"))
     while not (second / "state").is_dir():
         assert process.poll() is None, process.communicate()
@@ -142,7 +142,7 @@ def test_kill_9_while_a_checkpoint_is_written_in_the_background(tmp_path):
     assert second.is_dir() and not (second / "training.json").exists()
     assert CheckpointFolder(killed / "checkpoints", keep_last=9).all() == [first]
 
-    run_spmd(TRAIN_ON_A_SLOW_DISK, 4, folder=str(killed), changes=CHANGES, seconds=0)
+    run_spmd(TRAIN_ON_A_SLOW_DISK, 2, folder=str(killed), changes=CHANGES, seconds=0)
     assert losses(killed) == losses(tmp_path / "whole")
     ends = [load_weights(folder / "checkpoints" / "step-00000008") for folder in (killed, tmp_path / "whole")]
     pairs = zip(*(model.state_dict().values() for model in ends))

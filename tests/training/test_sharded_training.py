@@ -13,7 +13,7 @@ MODELS = {
     "llama": LLAMA | {"vocab_size": 264, "hidden_size": 64, "num_attention_heads": 4},
     "gpt2": GPT | {"vocab_size": 264, "n_embd": 64, "n_head": 4},
 }
-STRATEGIES = ("replicated", "fsdp", "2d", "hsdp")
+STRATEGIES = ("replicated", "fsdp", "2d", "hsdp", "fsdp_context")
 
 TRAIN = """
 from pathlib import Path
@@ -61,7 +61,7 @@ def check_equals_one_device(tmp_path, model, strategies, steps):
             )
 
 
-@pytest.mark.parametrize(("model", "strategies"), [("llama", STRATEGIES), ("gpt2", ("2d",))])
+@pytest.mark.parametrize(("model", "strategies"), [("llama", STRATEGIES), ("gpt2", ("2d", "fsdp_context"))])
 def test_a_few_steps_under_each_strategy(tmp_path, model, strategies):
     check_equals_one_device(tmp_path, model, strategies, steps=4)
 

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from xla_attention.commands.bench import bench_app
+from xla_attention.commands.collectives import collectives_command
 from xla_attention.commands.compile import compile_command
 from xla_attention.commands.export import export_command
 from xla_attention.commands.generate import generate_command
@@ -46,6 +47,7 @@ app.command("generate")(generate_command)
 app.command("export")(export_command)
 app.command("tokenize")(tokenize_command)
 app.command("compile")(compile_command)
+app.command("collectives")(collectives_command)
 app.command("tune")(tune_command)
 app.command("show-mask")(show_mask_command)
 app.add_typer(bench_app, name="bench")

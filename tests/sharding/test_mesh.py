@@ -43,5 +43,5 @@ def test_an_unknown_axis_is_refused():
 
 def test_a_run_changes_only_what_it_names():
     strategy = MeshConfig(fsdp=-1, tensor=2)
-    assert strategy.updated(MeshConfig(tensor=4)) == MeshConfig(fsdp=-1, tensor=4)
-    assert strategy.updated(MeshConfig(tensor=1)) == MeshConfig(fsdp=-1, tensor=1)
+    assert strategy.updated({"tensor": 4}) == MeshConfig(fsdp=-1, tensor=4)
+    assert strategy.updated({"tensor": 1, "data": 2}) == MeshConfig(data=2, fsdp=-1)

@@ -29,7 +29,8 @@ from xla_attention.training.sharded_state import named_tensors
 def digest(run):
     "Of every bit of the state."
     tensors = named_tensors(run.state.model, run.state.optimizer)
-    return {name: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for name, t in sorted(tensors.items())}
+    arrays = {name: tensor.cpu().numpy() for name, tensor in sorted(tensors.items())}
+    return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
 
 digests = []
 for sharding, folder in VARIABLES["runs"]:
@@ -46,7 +47,7 @@ def last_steps(folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run of 6 steps on a mesh of 2 x 4 devices, and a copy of it that ends with the checkpoint of step 3."""
+    """A run of 6 steps on a mesh of 2 x 4 devices, and a copy that ends with the checkpoint of step 3."""
     folder = tmp_path_factory.mktemp("runs")
     run_spmd(TRAIN, 8, runs=[({"strategy": "hsdp"}, str(folder / "whole"))], changes=CHANGES)
     shutil.copytree(folder / "whole", folder / "half")
@@ -127,8 +128,8 @@ print("null")
 
 
 def test_kill_9_while_a_checkpoint_is_written_in_the_background(tmp_path):
-    """The disk takes seconds for the second checkpoint, and training goes on meanwhile; a kill then leaves the
-    first, from which the run ends as one that was never killed: float32 sums are in the same order."""
+    """The disk takes seconds for the second checkpoint, and training goes on meanwhile; a kill then leaves
+    the first, from which the run ends as one that was never killed: float32 sums are in the same order."""
     run_spmd(TRAIN_ON_A_SLOW_DISK, 2, folder=str(tmp_path / "whole"), changes=CHANGES, seconds=0)
     killed = tmp_path / "killed"
     process = start_spmd(TRAIN_ON_A_SLOW_DISK, 2, folder=str(killed), changes=CHANGES, seconds=0.05)

@@ -1,9 +1,11 @@
 """The `sharding` section of a run's configuration."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from pallas_kernels.context_parallel.layout import ContextMethod, SequenceLayout
-from xla_attention.sharding.mesh import MeshConfig
+from xla_attention.sharding.mesh import Axis
 from xla_attention.sharding.strategy import Strategy, load_strategy
 
 
@@ -13,14 +15,14 @@ class ShardingConfig(BaseModel):
     Attributes:
         strategy: a name (`replicated`, `fsdp`, `2d`, `hsdp`, `fsdp_context`, `auto`) or a YAML file. `none`:
             one device computes.
-        mesh: sizes of axes, in place of the strategy's.
+        mesh: sizes of axes, and slices, in place of the strategy's.
         context_method, context_layout: in place of the strategy's `context`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     strategy: str = "none"
-    mesh: MeshConfig = MeshConfig()
+    mesh: dict[Axis | Literal["slices"], Annotated[int, Field(ge=-1)]] = {}
     context_method: ContextMethod | None = None
     context_layout: SequenceLayout | None = None
 

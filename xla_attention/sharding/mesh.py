@@ -36,9 +36,9 @@ class MeshConfig(BaseModel):
     context: int = Field(default=1, ge=-1)
     slices: int = Field(default=1, ge=1)
 
-    def updated(self, other: MeshConfig) -> MeshConfig:
-        """This one, with what `other` was given explicitly."""
-        return self.model_copy(update=other.model_dump(include=other.model_fields_set))
+    def updated(self, sizes: dict[str, int]) -> MeshConfig:
+        """This one, with other sizes for some of its fields."""
+        return MeshConfig(**{**self.model_dump(), **sizes})
 
     def sizes(self, devices: int) -> dict[Axis, int]:
         """The size of every axis, in order.

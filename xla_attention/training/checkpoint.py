@@ -8,8 +8,8 @@ One checkpoint is one folder:
         training.json           step, data position, fingerprint of the data
         config.yaml             the whole configuration of the run
 
-A sharded run writes weights and optimizer state in parts instead, into `state/` (`sharded_state.py`), while it
-trains on; `export_model` makes a Hugging Face folder of them.
+A sharded run writes weights and optimizer state in parts instead, into `state/` (`sharded_state.py`), while
+it trains on; `export_model` makes a Hugging Face folder of them.
 
 It is written under a temporary name and renamed when it is on the disk: a folder with the final name is
 complete.

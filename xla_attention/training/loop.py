@@ -1,7 +1,7 @@
 """The training loop."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from xla_attention.training.metrics import Metrics, peak_of
 from xla_attention.training.optimizer import learning_rate, set_learning_rate
 from xla_attention.training.processes import folder_of_process, process_index
 from xla_attention.training.profiling import StepProfiler
-from xla_attention.training.run import Run, erase, exclusive, prepare
+from xla_attention.training.run import DeviceBatch, Run, erase, exclusive, prepare
 from xla_attention.training.state import sync
 
 
@@ -97,13 +97,22 @@ def _train_steps(run: Run, metrics: Metrics, console: Console, stop: StopRequest
 
 
 def train_step(run: Run) -> tuple[Tensor, Tensor]:
-    """One optimizer step: forward and backward of each micro batch, clipping, update.
+    """One optimizer step, with the batches that are next.
 
     Returns:
         Loss, and norm of the gradient before clipping: scalars that the device is still computing.
     """
+    loss, grad_norm = record_step(run, run.training_batches())
+    sync(run.device)
+    return loss, grad_norm
+
+
+def record_step(run: Run, batches: Sequence[DeviceBatch]) -> tuple[Tensor, Tensor]:
+    """Forward and backward of each micro batch, clipping, update, as `train_step` does them.
+
+    On XLA nothing is run, but all micro batches up to the last where there are several.
+    """
     config, model = run.config, run.state.model
-    batches = run.training_batches()
     targets = torch.stack([batch.targets for batch in batches])
     shares = targets / targets.sum().clamp_min(1)
     if config.grad_accumulation > 1:
@@ -118,9 +127,7 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
     max_norm = config.optimizer.max_grad_norm or float("inf")
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
     run.update()
-    loss = torch.stack(losses).sum()
-    sync(run.device)
-    return loss, grad_norm
+    return torch.stack(losses).sum(), grad_norm
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state in parts, one a device: torch.distributed.checkpoint with torch_xla's planners.
+"""Parameters and optimizer state in parts, with torch.distributed.checkpoint and torch_xla's planners.
 
 The files say where each part lies in its whole tensor, so that any other mesh, or one device, can read them.
 """
@@ -31,7 +31,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """This process's parts of sharded tensors, copied to the host; each part once, whoever else holds it too."""
+    """This process's parts of sharded tensors, copied to the host; each part once, whoever else has it."""
     from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
 
     # torch_xla's planner removes every copy of a part that one process holds twice: it must see one.

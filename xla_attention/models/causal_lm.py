@@ -129,7 +129,9 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: `[batch, seq, vocab_size]`, any floating type.
         labels: `[batch, seq]`, int64.
     """
-    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    # Classes in the second dimension, rather than all tokens in one: batch and sequence stay apart, for where
+    # both are sharded.
+    total = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="sum")
     return total / (labels != -100).sum().clamp_min(1)
 
 

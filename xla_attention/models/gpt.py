@@ -123,5 +123,6 @@ class GPT(CausalLM):
         return self.transformer(input_ids, segment_ids, position_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        projection = self.transformer.wte if self.lm_head is None else self.lm_head
-        return F.linear(hidden, projection.weight)
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        return F.linear(hidden, self.transformer.wte.weight)

@@ -19,8 +19,8 @@ from xla_attention.planner.cycles.hlo import (
 )
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# XLA turns a collective beside a matrix product into a ring of permutes, so that one piece travels while another
-# is multiplied: in loops whose bodies are called so, or, on a short ring, in a row.
+# XLA turns a collective beside a matrix product into a ring of permutes, so that one piece travels while
+# another is multiplied: in loops whose bodies are called so, or, on a short ring, in a row.
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _IN_PRODUCT = {"ag": "all-gather in a product", "rs": "reduce-scatter in a product"}
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+)\[([\d,]*)\]")
@@ -32,8 +32,8 @@ class Collective:
 
     Attributes:
         kind: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``,
-            ``"collective-permute"``; or ``"all-gather in a product"``, ``"reduce-scatter in a product"``: a ring
-            of permutes beside a matrix product, which is one collective here.
+            ``"collective-permute"``; or ``"all-gather in a product"``, ``"reduce-scatter in a product"``: a
+            ring of permutes beside a matrix product, which is one collective here.
         axes: of the mesh, over which it goes.
         times: how often a step runs it.
         bytes: of the whole tensor on one device, each time: the result of a gather, what is summed, what is
@@ -130,10 +130,8 @@ def _sends_sums(module: Module, where: str, permute: Instruction) -> bool:
     while sent.opcode in ("get-tuple-element", "bitcast", "copy"):
         sent = instructions[sent.operands[0]]
     inner = module.computations.get(sent.attribute("calls") or "")
-    products = ("convolution", "dot")
-    return (
-        sent.opcode in ("broadcast", *products) or inner is not None and _holds_any(module, inner, products)
-    )
+    sums = ("convolution", "dot", "add")
+    return sent.opcode in ("broadcast", *sums) or inner is not None and _holds_any(module, inner, sums)
 
 
 def _holds_any(module: Module, computation: Computation, opcodes: tuple[str, ...]) -> bool:

@@ -1,8 +1,8 @@
 """The training step of a configuration, as the HLO that torch_xla compiles, without memory or a TPU.
 
 Parameters, optimizer state and batches are placeholders, which have a shape and a sharding and no data; the
-step itself is the one that training runs. Staging needs a process of its own with as many virtual CPU devices as
-the slice has chips, and SPMD on.
+step itself is the one that training runs. Staging needs a process of its own with as many virtual CPU devices
+as the slice has chips, and SPMD on.
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ def _stage(config: TrainConfig, topology: Topology) -> bytes:
     from xla_attention.models import build_model, load_model_config
     from xla_attention.sharding.sharding import Sharding, ShardingError, start_spmd
     from xla_attention.text import load_tokenizer
-    from xla_attention.training.activation_checkpointing import checkpoint_activations
     from xla_attention.training.data import document_end
     from xla_attention.training.loop import record_step
     from xla_attention.training.optimizer import build_optimizer
-    from xla_attention.training.run import Run
+    from xla_attention.training.run import Run, arrange
     from xla_attention.training.state import TrainState
 
     strategy = start_spmd(config.sharding)
@@ -88,8 +87,7 @@ def _stage(config: TrainConfig, topology: Topology) -> bytes:
     model = build_model(load_model_config(config.model), device="meta")
     sharding.check(model, config.batch_size, config.seq_len)
     _fill_with_placeholders(model, sharding, device)
-    sharding.shard_model(model)
-    checkpoint_activations(model, config.activation_checkpointing)
+    arrange(model, config, sharding)
     optimizer = build_optimizer(model, config.optimizer)
     for parameter in model.parameters():
         state = optimizer.state[parameter]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
 
-from xla_attention.sharding.annotate import annotate_gradients, annotate_outputs, mark
+from xla_attention.models.causal_lm import CausalLM
+from xla_attention.sharding.annotate import annotate_gradients, annotate_outputs, annotated, mark
 from xla_attention.sharding.config import ShardingConfig
 from xla_attention.sharding.inputs import local_devices, rows_of_process, to_devices
 from xla_attention.sharding.mesh import build_mesh
@@ -69,11 +71,34 @@ class Sharding:
         """
         if self.strategy.auto:
             return
+        from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
+
+        # torch's linear layer makes one dimension of batch and sequence, for which XLA gathers the sequence.
+        apply_xla_patch_to_nn_linear(model)
         for name, parameter in model.named_parameters():
             mark(parameter, self.mesh, self._specs[name])
         annotate_gradients(model, self._specs, self.mesh)
         names = (name for name, _ in model.named_modules())
         annotate_outputs(model, activation_specs(self.strategy, names), self.mesh)
+
+    def annotate_layer(self, model: CausalLM) -> Callable[[str, Tensor], Tensor]:
+        """What shards one layer's weight, by its name within the layer, and its gradient, inside a loop over
+        the layers.
+
+        Raises:
+            ShardingError: the strategy treats layers differently.
+        """
+        if self.strategy.auto:
+            return lambda name, weight: weight
+        layers = next(name for name, module in model.named_modules() if module is model.blocks)
+        specs = [
+            {name: self._specs[f"{layers}.{n}.{name}"] for name, _ in block.named_parameters()}
+            for n, block in enumerate(model.blocks)
+        ]
+        for n, other in enumerate(specs):
+            if other != specs[0]:
+                raise ShardingError(f"sharding: layer {n} is not as the first; set scan_layers to false")
+        return lambda name, weight: annotated(weight, self.mesh, specs[0][name])
 
     def mark_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Shards parameters and optimizer state; after each update too, so that they stay where they are."""
@@ -143,5 +168,6 @@ def start_spmd(config: ShardingConfig) -> Strategy | None:
             f"sharding.strategy={config.strategy}: this process has used an XLA device without SPMD; "
             "call torch_xla.runtime.use_spmd() first, or train in a process of its own"
         )
-    xr.use_spmd(auto=strategy.auto)
+    if not xr.is_spmd() or strategy.auto and "XLA_AUTO_SPMD" not in os.environ:
+        xr.use_spmd(auto=strategy.auto)
     return strategy

@@ -118,7 +118,9 @@ class TrainConfig(Section):
         compute_dtype: `float32` multiplies in float32, for which a TPU takes six bfloat16 passes. `bfloat16`
             computes in bfloat16 with float32 parameters, gradients and optimizer state.
         activation_checkpointing: blocks whose activations are recomputed in the backward pass: `none`,
-            `full` (all), or a number n (every n-th).
+            `full` (all), or a number n (every n-th). With `scan_layers` also `selective`: of each block, what
+            costs less to compute than to keep.
+        scan_layers: run the blocks in a loop, so that the program does not grow with their number.
         log_interval: steps between two reports. Losses are fetched only then.
         sharding: how model and batch lie on several devices; `batch_size` is that of all of them.
         device: `xla` is the TPU if there is one, else the CPU through XLA; `eager` is plain torch on the CPU.
@@ -133,7 +135,8 @@ class TrainConfig(Section):
     steps: PositiveInt
     optimizer: OptimizerConfig = OptimizerConfig()
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
+    activation_checkpointing: Literal["none", "full", "selective"] | PositiveInt = "none"
+    scan_layers: bool = False
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_interval: PositiveInt = 10
@@ -153,6 +156,16 @@ class TrainConfig(Section):
     def _devices_to_shard_over(self) -> "TrainConfig":
         if self.device == "eager" and self.sharding.strategy != "none":
             raise ValueError("sharding.strategy needs device xla, got eager")
+        return self
+
+    @model_validator(mode="after")
+    def _loop_over_layers(self) -> "TrainConfig":
+        if self.scan_layers and self.device == "eager":
+            raise ValueError("scan_layers needs device xla, got eager")
+        if self.scan_layers and isinstance(self.activation_checkpointing, int):
+            raise ValueError("with scan_layers, activation_checkpointing is none, selective or full")
+        if not self.scan_layers and self.activation_checkpointing == "selective":
+            raise ValueError("activation_checkpointing=selective needs scan_layers=true")
         return self
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xla_attention.device import pick_device, use_exact_float32
 from xla_attention.models import build_model, load_model, load_model_config
+from xla_attention.models.causal_lm import CausalLM
 from xla_attention.models.config import ModelConfig
 from xla_attention.sharding.sharding import Sharding, start_spmd
 from xla_attention.text import Tokenizer, load_tokenizer
@@ -32,6 +33,7 @@ from xla_attention.training.data import (
 )
 from xla_attention.training.optimizer import build_optimizer
 from xla_attention.training.processes import barrier, process_index, start_processes
+from xla_attention.training.scan_layers import scan_layers
 from xla_attention.training.state import TrainState, seed_random, sync
 
 
@@ -168,9 +170,7 @@ def prepare(config: TrainConfig, console: Console) -> Run:
     if sharding:
         sharding.check(model, config.batch_size, config.seq_len)
     model.to(device).train()
-    if sharding:
-        sharding.shard_model(model)
-    checkpoint_activations(model, config.activation_checkpointing)
+    arrange(model, config, sharding)
     state = TrainState(model, build_optimizer(model, config.optimizer))
     if sharding:
         sharding.mark_state(model, state.optimizer)
@@ -183,6 +183,18 @@ def prepare(config: TrainConfig, console: Console) -> Run:
     tokens = f"{len(train_data.tokens):,} training tokens, {held:,} held out"
     console.print(f"{model.num_parameters() / 1e6:.2f} M parameters; {tokens}")
     return Run(config, state, tokenizer, train_data, held_out, end_id, device, checkpoints, sharding)
+
+
+def arrange(model: CausalLM, config: TrainConfig, sharding: Sharding | None) -> None:
+    """Puts onto a model, which is on its device, what the configuration says of layers and devices."""
+    if sharding:
+        sharding.shard_model(model)
+    if not config.scan_layers:
+        checkpoint_activations(model, config.activation_checkpointing)
+    elif sharding:
+        scan_layers(model, config.activation_checkpointing, sharding.annotate_layer(model))
+    else:
+        scan_layers(model, config.activation_checkpointing)
 
 
 @contextmanager

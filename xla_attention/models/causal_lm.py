@@ -31,6 +31,11 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     @property
+    def blocks_name(self) -> str:
+        """What parameters' names have before the number of a layer, without the dot."""
+        return next(name for name, module in self.named_modules() if module is self.blocks)
+
+    @property
     def max_length(self) -> int:
         """The longest sequence that the model takes."""
         return self.config.max_position_embeddings

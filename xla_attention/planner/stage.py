@@ -71,7 +71,7 @@ def _stage(config: TrainConfig, topology: Topology) -> bytes:
     from xla_attention.training.data import document_end
     from xla_attention.training.loop import record_step
     from xla_attention.training.optimizer import build_optimizer
-    from xla_attention.training.run import Run, arrange
+    from xla_attention.training.run import Run, arrange, arrange_on_host
     from xla_attention.training.state import TrainState
 
     strategy = start_spmd(config.sharding)
@@ -85,10 +85,10 @@ def _stage(config: TrainConfig, topology: Topology) -> bytes:
     if config.compute_dtype == "float32":
         use_exact_float32()
     model = build_model(load_model_config(config.model), device="meta")
-    sharding.check(model, config.batch_size, config.seq_len)
+    arrange_on_host(model, config, sharding)
     _fill_with_placeholders(model, sharding, device)
     arrange(model, config, sharding)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, stacked=config.scan_layers)
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         state.update({name: _placeholder(value.shape, value.dtype) for name, value in state.items()})

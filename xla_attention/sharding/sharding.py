@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +49,7 @@ class Sharding:
         self.mesh: xs.Mesh = build_mesh(strategy.mesh)
         self.sizes = dict(zip(self.mesh.axis_names, map(int, self.mesh.mesh_shape)))
         self._specs: dict[str, Spec] = {}
+        self._layer: dict[str, Spec] = {}
 
     def __str__(self) -> str:
         if self.strategy.auto:
@@ -56,12 +57,17 @@ class Sharding:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
 
     def check(self, model: nn.Module, batch_size: int, seq_len: int) -> None:
-        """Raises ShardingError if the model's parameters or a batch do not fit the mesh."""
+        """Raises ShardingError if the model's parameters or a batch do not fit the mesh; else prepares the
+        model, which is not on the device yet."""
         if self.strategy.auto:
             return
+        from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
+
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._specs = parameter_specs(self.strategy, shapes, self.sizes)
         check_batch(self.strategy, batch_size, seq_len, self.sizes)
+        # torch's linear layer makes one dimension of batch and sequence, for which XLA gathers the sequence.
+        apply_xla_patch_to_nn_linear(model)
 
     def shard_model(self, model: nn.Module) -> None:
         """Shards parameters, and has gradients and outputs of modules annotated whenever they are computed.
@@ -71,34 +77,32 @@ class Sharding:
         """
         if self.strategy.auto:
             return
-        from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
-
-        # torch's linear layer makes one dimension of batch and sequence, for which XLA gathers the sequence.
-        apply_xla_patch_to_nn_linear(model)
         for name, parameter in model.named_parameters():
             mark(parameter, self.mesh, self._specs[name])
         annotate_gradients(model, self._specs, self.mesh)
         names = (name for name, _ in model.named_modules())
         annotate_outputs(model, activation_specs(self.strategy, names), self.mesh)
 
-    def annotate_layer(self, model: CausalLM) -> Callable[[str, Tensor], Tensor]:
-        """What shards one layer's weight, by its name within the layer, and its gradient, inside a loop over
-        the layers.
+    def stack_layers(self, model: CausalLM) -> None:
+        """For a checked model whose layers have become one with weights `[layers, ...]`: the axes of each
+        weight are those that it had in every layer.
 
         Raises:
             ShardingError: the strategy treats layers differently.
         """
-        if self.strategy.auto:
-            return lambda name, weight: weight
-        layers = next(name for name, module in model.named_modules() if module is model.blocks)
-        specs = [
-            {name: self._specs[f"{layers}.{n}.{name}"] for name, _ in block.named_parameters()}
-            for n, block in enumerate(model.blocks)
-        ]
-        for n, other in enumerate(specs):
-            if other != specs[0]:
-                raise ShardingError(f"sharding: layer {n} is not as the first; set scan_layers to false")
-        return lambda name, weight: annotated(weight, self.mesh, specs[0][name])
+        prefix = model.blocks_name
+        for name in [name for name in self._specs if name.startswith(f"{prefix}.")]:
+            layer, _, weight = name.removeprefix(f"{prefix}.").partition(".")
+            spec = self._specs.pop(name)
+            if self._layer.setdefault(weight, spec) != spec:
+                raise ShardingError(
+                    f"sharding: {weight} of layer {layer} lies not as in the first; set scan_layers to false"
+                )
+        self._specs |= {f"{prefix}.0.{weight}": ((), *spec) for weight, spec in self._layer.items()}
+
+    def annotate_layer(self, name: str, weight: Tensor) -> Tensor:
+        """One layer's weight, by its name there, and its gradient, sharded inside a loop over layers."""
+        return annotated(weight, self.mesh, self._layer[name]) if self._layer else weight
 
     def mark_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Shards parameters and optimizer state; after each update too, so that they stay where they are."""

@@ -37,14 +37,15 @@ from xla_attention.training import sharded_state
 from xla_attention.training.config import ConfigError, TrainConfig, load_config, save_config
 from xla_attention.training.optimizer import copy_to_device, named_state
 from xla_attention.training.processes import barrier, process_index
+from xla_attention.training.scan_layers import stack_layers, unstacked
 from xla_attention.training.state import TrainState, random_state, set_random_state, sync
 
 if TYPE_CHECKING:
     from xla_attention.sharding.sharding import Sharding
 
 PREFIX = "step-"
-# With the data, these decide what a saved position means.
-MUST_AGREE = ("seq_len", "seed")
+# With the data, the first two decide what a saved position means; the last, how the state is kept.
+MUST_AGREE = ("seq_len", "seed", "scan_layers")
 
 
 class CheckpointError(OSError):
@@ -191,9 +192,13 @@ def load_weights(checkpoint: Path, *, dtype: torch.dtype | None = None) -> Causa
     if not (checkpoint / "state").is_dir():
         return load_model(checkpoint / "model", dtype=dtype)
     model = build_model(load_model_config(checkpoint / "model"))
+    stacked = load_config(checkpoint / "config.yaml").scan_layers
+    if stacked:
+        stack_layers(model)
     parameters = {sharded_state.PARAMETERS + name: p.detach() for name, p in model.named_parameters()}
     for name, value in sharded_state.read_whole(checkpoint / "state", parameters).items():
         parameters[name].copy_(value)
+    model = unstacked(model) if stacked else model
     return model if dtype is None else model.to(dtype)
 
 
@@ -249,7 +254,8 @@ def check_fits(checkpoint: Path, model: ModelConfig, config: TrainConfig, data: 
 
 
 def _write(folder: Path, state: TrainState, config: TrainConfig, tokenizer: Tokenizer, data: str) -> None:
-    save_model(state.model, folder / "model", tokenizer=tokenizer)
+    model = unstacked(state.model) if config.scan_layers else state.model
+    save_model(model, folder / "model", tokenizer=tokenizer)
     tensors = named_state(state.model, state.optimizer) | _random(state)
     save_file(
         {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "training.safetensors"

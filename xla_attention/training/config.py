@@ -166,6 +166,8 @@ class TrainConfig(Section):
             raise ValueError("with scan_layers, activation_checkpointing is none, selective or full")
         if not self.scan_layers and self.activation_checkpointing == "selective":
             raise ValueError("activation_checkpointing=selective needs scan_layers=true")
+        if self.scan_layers and self.optimizer.name == "adafactor":
+            raise ValueError("scan_layers needs optimizer adamw: adafactor's steps depend on whole weights")
         return self
 
     @property

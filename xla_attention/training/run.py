@@ -33,7 +33,7 @@ from xla_attention.training.data import (
 )
 from xla_attention.training.optimizer import build_optimizer
 from xla_attention.training.processes import barrier, process_index, start_processes
-from xla_attention.training.scan_layers import scan_layers
+from xla_attention.training.scan_layers import scan_layers, stack_layers
 from xla_attention.training.state import TrainState, seed_random, sync
 
 
@@ -167,11 +167,10 @@ def prepare(config: TrainConfig, console: Console) -> Run:
     else:
         model = load_model(config.model, dtype=torch.float32)
 
-    if sharding:
-        sharding.check(model, config.batch_size, config.seq_len)
+    arrange_on_host(model, config, sharding)
     model.to(device).train()
     arrange(model, config, sharding)
-    state = TrainState(model, build_optimizer(model, config.optimizer))
+    state = TrainState(model, build_optimizer(model, config.optimizer, stacked=config.scan_layers))
     if sharding:
         sharding.mark_state(model, state.optimizer)
     sync(device)
@@ -185,6 +184,20 @@ def prepare(config: TrainConfig, console: Console) -> Run:
     return Run(config, state, tokenizer, train_data, held_out, end_id, device, checkpoints, sharding)
 
 
+def arrange_on_host(model: CausalLM, config: TrainConfig, sharding: Sharding | None) -> None:
+    """What `arrange` needs done while the model is on the CPU, or has no data yet.
+
+    Raises:
+        ValueError: the model does not fit the configuration.
+    """
+    if sharding:
+        sharding.check(model, config.batch_size, config.seq_len)
+    if config.scan_layers:
+        stack_layers(model)
+        if sharding:
+            sharding.stack_layers(model)
+
+
 def arrange(model: CausalLM, config: TrainConfig, sharding: Sharding | None) -> None:
     """Puts onto a model, which is on its device, what the configuration says of layers and devices."""
     if sharding:
@@ -192,7 +205,7 @@ def arrange(model: CausalLM, config: TrainConfig, sharding: Sharding | None) -> 
     if not config.scan_layers:
         checkpoint_activations(model, config.activation_checkpointing)
     elif sharding:
-        scan_layers(model, config.activation_checkpointing, sharding.annotate_layer(model))
+        scan_layers(model, config.activation_checkpointing, sharding.annotate_layer)
     else:
         scan_layers(model, config.activation_checkpointing)
 

@@ -1,8 +1,8 @@
 """Layers as one loop: a program whose size, and time to trace and compile, do not grow with the depth.
 
-The loop is torch_xla's `scan`, over the stacked weights of the layers. Its autograd function is not used: with
-SPMD it needs a package that torch_xla does not install. Here the annotations of a strategy, which are operators,
-are part of the loop's body.
+The weights of all layers are kept in one tensor each, so that the optimizer's part of the program does not
+grow either. The loop is torch_xla's `scan`. Its autograd function is not used: with SPMD it needs a package
+that torch_xla does not install. Here a strategy's annotations, which are operators, are in the loop's body.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from xla_attention.models import build_model
 from xla_attention.models.causal_lm import CausalLM
 
 Recompute = Literal["none", "selective", "full"]
@@ -21,41 +22,63 @@ Annotate = Callable[[str, Tensor], Tensor]
 Weights = dict[str, Tensor]
 
 
+def stack_layers(model: CausalLM) -> None:
+    """Replaces the layers of `model` by one, whose weights are those of all of them, `[layers, ...]`.
+
+    Raises:
+        ValueError: the layers differ in more than their weights.
+    """
+    first, *others = model.blocks
+    for number, block in enumerate(others, start=1):
+        _check_alike(first, block, number)
+    for name, module in first.named_modules():
+        twins = [module, *(block.get_submodule(name) for block in others)]
+        for weight in [name for name, _ in module.named_parameters(recurse=False)]:
+            stacked = torch.stack([twin.get_parameter(weight).detach() for twin in twins])
+            setattr(module, weight, nn.Parameter(stacked))
+    del model.blocks[1:]
+
+
+def unstacked(model: CausalLM) -> CausalLM:
+    """A model on the CPU with the layers, and the weights, that `stack_layers` was given."""
+    whole = build_model(model.config, device="meta").to_empty(device="cpu")
+    weights = {}
+    for name, weight in model.named_parameters():
+        layer = name.removeprefix(f"{model.blocks_name}.0.")
+        if layer == name:
+            weights[name] = weight.detach().cpu()
+        else:
+            parts = enumerate(weight.detach().cpu())
+            weights |= {f"{model.blocks_name}.{n}.{layer}": part.clone() for n, part in parts}
+    whole.load_state_dict(weights, assign=True)
+    return whole
+
+
 def scan_layers(
     model: CausalLM, recompute: Recompute, annotate: Annotate = lambda name, weight: weight
 ) -> None:
-    """Has `model`, which is on an XLA device and sharded, run its layers in one loop.
+    """Has `model`, whose layers are stacked, and which is on an XLA device and sharded, run them in one loop.
 
     Args:
         recompute: activations of a layer that are computed again going backward: `none`, `full` (all but what
             enters it), or `selective`: those that cost less to compute than to keep, as functorch's min-cut
             partitioner chooses.
-        annotate: shards a layer's weight, and its gradient, inside the loop; called with its name in the layer.
-
-    Raises:
-        ValueError: the layers differ in more than their weights.
+        annotate: shards one layer's weight, and its gradient, inside the loop; called with its name in the
+            layer.
     """
-    blocks = list(model.blocks)
-    for number, block in enumerate(blocks[1:], start=1):
-        _check_alike(blocks[0], block, number)
+    (block,) = model.blocks
     # Weights are given at each call; those of the template are never read.
-    template = copy.deepcopy(blocks[0]).to("meta")
+    memo = {
+        id(weight): nn.Parameter(torch.empty_like(weight, device="meta")) for weight in block.parameters()
+    }
+    template = copy.deepcopy(block, memo)
 
     def layer(x: Tensor, rest: Sequence[Tensor | None], weights: Weights) -> Tensor:
         weights = {name: annotate(name, weight) for name, weight in weights.items()}
         return torch.func.functional_call(template, weights, (x, *rest), strict=True)
 
     loop = _Loop(layer, recompute)
-
-    def run_all(x: Tensor, *rest: Tensor | None) -> Tensor:
-        weights = [dict(block.named_parameters()) for block in blocks]
-        stacked = {name: torch.stack([each[name] for each in weights]) for name in weights[0]}
-        return loop(x, rest, stacked)
-
-    # Forwards are replaced, not modules, so parameter names stay those of the model: the first runs all layers.
-    blocks[0].forward = run_all
-    for block in blocks[1:]:
-        block.forward = lambda x, *rest: x
+    block.forward = lambda x, *rest: loop(x, rest, dict(block.named_parameters()))
 
 
 class _Loop:
@@ -82,8 +105,8 @@ class _Loop:
         return _Kept.apply(parts, tuple(stacked), len(carry), *carry, *stacked.values())[0]
 
     def _body(self, dtypes: tuple[torch.dtype | None, ...]) -> Callable[..., Any]:
-        """One step of the loop. What is the same for all layers is carried along: the loop's other inputs would
-        be one copy for each layer. What is carried has a gradient, so integers travel as floats."""
+        """One step of the loop. What is the same for all layers is carried along: the loop's other inputs
+        would be one copy for each layer. What is carried has a gradient, so integers travel as floats."""
         if dtypes not in self._bodies:
 
             def body(carry: tuple[Tensor, ...], weights: Weights) -> tuple[tuple[Tensor, ...], None]:

@@ -29,7 +29,7 @@ def results(folder, **changes):
 )
 def test_a_loop_trains_as_layer_after_layer(tmp_path, model, recompute):
     """Float32 in another order: losses to 1e-5; weights to a tenth of a step of Adam, which divides a
-    gradient by its own size. With documents, so that integers go through the loop; evaluated without gradients."""
+    gradient by its own size. With documents, so that integers go through the loop too; and evaluated."""
     plain, weights = results(tmp_path / "plain", model=model)
     looped, same = results(
         tmp_path / "loop", model=model, scan_layers=True, activation_checkpointing=recompute

@@ -5,8 +5,8 @@
 ``MODULE`` is a file with a serialized portable StableHLO module for one device; or, where ``HLO`` is given,
 with an HLO module that is partitioned over all devices of the topology, and whose optimized text goes into
 that file. ``OPTIONS`` are the arguments of ``get_topology_desc`` as JSON. Prints one line of JSON: the time,
-and the memory of a device, or the compiler's error. libtpu reads its flags once, from the environment, when it
-is loaded: hence the process.
+and the memory of a device, or the compiler's error. libtpu reads its flags once, from the environment, when
+it is loaded: hence the process.
 """
 
 import json

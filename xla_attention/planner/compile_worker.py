@@ -1,9 +1,10 @@
 """Compiles one StableHLO module for a TPU that is not attached, in a process of its own.
 
-    python -m xla_attention.planner.compile_worker MODULE OPTIONS
+    python -m xla_attention.planner.compile_worker MODULE OPTIONS DEVICES
 
-``MODULE`` is a file with a serialized portable StableHLO module for one device, ``OPTIONS`` the arguments of
-``get_topology_desc`` as JSON. Prints one line of JSON: the compile time and memory, or the compiler's error.
+``MODULE`` is a file with a serialized portable StableHLO module, ``OPTIONS`` the arguments of
+``get_topology_desc`` as JSON, ``DEVICES`` the number of devices that the module is partitioned over. Prints one
+line of JSON: the compile time and memory of a device, or the compiler's error.
 libtpu reads its flags once, from the environment, when it is loaded: hence the process.
 """
 
@@ -18,14 +19,19 @@ from jax.experimental import topologies
 from jaxlib import _jax, xla_client
 
 
-def compile_module(module: bytes, options: dict[str, Any]) -> dict[str, Any]:
-    device = topologies.get_topology_desc(**options).devices[0]
+def compile_module(module: bytes, options: dict[str, Any], count: int) -> dict[str, Any]:
+    devices = topologies.get_topology_desc(**options).devices[:count]
     compile_options = xla_client.CompileOptions()
-    assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
-    compile_options.executable_build_options.device_assignment = assignment
+    compile_options.num_partitions = count
+    build = compile_options.executable_build_options
+    build.num_partitions = count
+    build.device_assignment = xla_client.DeviceAssignment.create(np.array([[x.id for x in devices]]))
+    if count > 1:
+        build.use_spmd_partitioning = True
+        build.allow_spmd_sharding_propagation_to_output = [True]
     start = time.perf_counter()
     try:
-        executable = device.client.compile(module, _jax.DeviceList((device,)), compile_options)
+        executable = devices[0].client.compile(module, _jax.DeviceList(tuple(devices)), compile_options)
     except _jax.XlaRuntimeError as error:
         return {"error": str(error)}
     seconds = time.perf_counter() - start
@@ -39,4 +45,4 @@ def compile_module(module: bytes, options: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_module(Path(sys.argv[1]).read_bytes(), json.loads(sys.argv[2]))))
+    print(json.dumps(compile_module(Path(sys.argv[1]).read_bytes(), json.loads(sys.argv[2]), int(sys.argv[3]))))

@@ -9,9 +9,9 @@ merges blocks of keys, from each step's o' and lse', by the kernel:
     l*   = exp(m - m*) l + exp(lse' - m*)
 
 and at the end o = acc / l, lse = m + log l: attention to all keys, exactly. Going backward, with
-P = exp(S - lse) of that lse, the gradients of the steps just add up: dq stays, dk and dv travel with their keys
-and come home in the end. All of it in float32. The keys of the next step, and the gradients of the last, are
-sent before a step computes, so that they travel meanwhile.
+P = exp(S - lse) of that lse, the gradients of the steps just add up: dq stays, dk and dv travel with their
+keys and come home in the end. All of it in float32. The keys of the next step, and the gradients of the last,
+are sent before a step computes, so that they travel meanwhile.
 
 What a step computes is known when it is compiled, but for one choice: whether its keys come from before this
 shard's queries (s <= i) or from behind them. In a causal zig-zag (``layout.py``), with chunks (i, 2n - 1 - i)

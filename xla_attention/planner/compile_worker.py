@@ -3,8 +3,8 @@
     python -m xla_attention.planner.compile_worker MODULE OPTIONS DEVICES
 
 ``MODULE`` is a file with a serialized portable StableHLO module, ``OPTIONS`` the arguments of
-``get_topology_desc`` as JSON, ``DEVICES`` the number of devices that the module is partitioned over. Prints one
-line of JSON: the compile time and memory of a device, or the compiler's error.
+``get_topology_desc`` as JSON, ``DEVICES`` the number of devices that the module is partitioned over. Prints
+one line of JSON: the compile time and memory of a device, or the compiler's error.
 libtpu reads its flags once, from the environment, when it is loaded: hence the process.
 """
 
@@ -45,4 +45,6 @@ def compile_module(module: bytes, options: dict[str, Any], count: int) -> dict[s
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_module(Path(sys.argv[1]).read_bytes(), json.loads(sys.argv[2]), int(sys.argv[3]))))
+    print(
+        json.dumps(compile_module(Path(sys.argv[1]).read_bytes(), json.loads(sys.argv[2]), int(sys.argv[3])))
+    )

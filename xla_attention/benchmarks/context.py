@@ -1,4 +1,4 @@
-"""Attention whose sequence is sharded, by what the TPU compiler makes of it: memory and cycles of a device."""
+"""Attention of a sharded sequence by what the TPU compiler makes of it: memory and cycles of a device."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ def context_table(rows: Sequence[ContextRow], topology: Topology, method: str, l
     name = method.replace("_", "-") + (f", {layout}" if method == "ring" else "")
     table = Table(
         title=f"{name} on {topology}: {rows[0].case}",
-        caption="Bytes on one device, MiB. In brackets: multiple of the first row's bytes, or cycles, over the "
-        "shards.\nCycles: of the kernels of a device over all steps, mean of the devices, with HBM stalls; "
-        f"static schedule of libtpu {libtpu_version()}.\nImbalance: of the device with most work, over the mean.",
+        caption="MiB of one device. In brackets: multiple of the first row's over the number of shards.\n"
+        "Cycles: of the kernels of a device over all steps, mean of the devices, with HBM stalls, by the static\n"
+        f"schedule of libtpu {libtpu_version()}. Imbalance: of the device with most work, over the mean.",
         box=rich.box.SIMPLE_HEAD,
     )
     table.add_column("pass")

@@ -154,7 +154,7 @@ def context_table(rows: Sequence[ContextRow], topology: Topology, method: str, l
     table = Table(
         title=f"{name} on {topology}: {rows[0].case}",
         caption="MiB of one device. In brackets: multiple of the first row's over the number of shards.\n"
-        "Cycles: of the kernels of a device over all steps, mean of the devices, with HBM stalls, by the static\n"
+        "Cycles: of the kernels of a device over all steps, mean of the devices, with HBM stalls, by the\n"
         f"schedule of libtpu {libtpu_version()}. Imbalance: of the device with most work, over the mean.",
         box=rich.box.SIMPLE_HEAD,
     )

@@ -76,21 +76,24 @@ class Seen(NamedTuple):
     total: Float[Array, "b h m"]
 
 
-def plan(mask: Mask, context: Context, length: int) -> list[Step]:
+def plan(mask: Mask, context: Context, q_len: int, kv_len: int) -> list[Step]:
     """The steps of the ring, as many as the mask needs.
 
     Args:
         mask: on positions of the whole sequence.
         context: how it is sharded.
-        length: of one shard.
+        q_len, kv_len: queries and keys of one shard.
 
     Raises:
-        ValueError: a mask whose parts are not known when it is compiled.
+        ValueError: a mask whose parts are not known when it is compiled, or lengths that it does not allow.
     """
-    whole, half = slice(0, length), length // 2
     if isinstance(mask, Full):
-        every = Part(whole, whole, mask)
+        every = Part(slice(0, q_len), slice(0, kv_len), mask)
         return [Step(every, every)] * context.shards
+    if q_len != kv_len:
+        raise ValueError(f"k: under a mask, a ring needs as many keys as queries, got {kv_len} and {q_len}")
+    length = q_len
+    whole, half = slice(0, length), length // 2
     if context.layout == "zigzag":
         if mask != Causal():
             raise ValueError(
@@ -133,9 +136,7 @@ def check(operands: Operands, spec: AttentionSpec, context: Context, q_len: int,
         raise ValueError("score_mod: not in a ring; take method='all_to_all' for the sequence's axis")
     if not isinstance(spec.mask, Mask):
         raise ValueError("mask: no masks of heads in a ring; take method='all_to_all'")
-    if q_len != kv_len and spec.mask != Full():
-        raise ValueError(f"k: under a mask, a ring needs as many keys as queries, got {kv_len} and {q_len}")
-    plan(spec.mask, context, q_len)
+    plan(spec.mask, context, q_len, kv_len)
 
 
 def forward(
@@ -151,7 +152,7 @@ def forward(
     """``flash_forward`` of the whole sequence, on one shard of it; arguments and results are local."""
     index = lax.axis_index(context.axis)
     q_ids, kv_ids = _ids(operands, context, index, q.shape, k.shape)
-    steps = plan(spec.mask, context, q.shape[2])
+    steps = plan(spec.mask, context, q.shape[2], k.shape[2])
 
     def attend(q: Array, part: Part, keys: Keys) -> tuple[Array, Array]:
         k, v, ids = (_cut(x, part.keys) for x in keys)
@@ -210,7 +211,7 @@ def backward(
     """``flash_backward`` of the whole sequence likewise; ``o`` and ``lse`` are those of :func:`forward`."""
     index = lax.axis_index(context.axis)
     q_ids, kv_ids = _ids(operands, context, index, q.shape, k.shape)
-    steps = plan(spec.mask, context, q.shape[2])
+    steps = plan(spec.mask, context, q.shape[2], k.shape[2])
 
     def of_heads(
         q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, dlse: Array | None

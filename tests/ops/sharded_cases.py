@@ -146,7 +146,14 @@ def by_arguments():
     explicit = call(partition_spec=spec)
     with use_attention_placement(None):
         unplaced = call()
+    refusal = "none"
+    try:
+        with use_attention_placement(AttentionPlacement((("tensor", 4),), heads="tensor")):
+            call()
+    except ValueError as error:
+        refusal = str(error)
     return {
+        "another mesh": refusal,
         "equal": torch.equal(whole[0], explicit[0]) and torch.allclose(whole[0], unplaced[0], atol=1e-5),
         "collectives": [x[1] for x in (whole, explicit, unplaced)],
     }

@@ -82,6 +82,15 @@ def test_refused_before_anything_is_traced(placement, arguments, words, first_de
         flash_attention(q, k, k, **arguments)
 
 
+def test_a_placement_needs_an_spmd_program(first_device):
+    q = torch.zeros(4, 4, 16, 16, device=first_device)
+    with (
+        use_attention_placement(AttentionPlacement(AXES, heads="tensor")),
+        pytest.raises(ValueError, match="not an SPMD program.*use_spmd"),
+    ):
+        flash_attention(q, q, q)
+
+
 def test_flex_attention_is_refused_where_its_functions_cannot_follow(first_device):
     q = torch.zeros(2, 8, 64, 16, device=first_device)
     table = torch.zeros(64, device=first_device)

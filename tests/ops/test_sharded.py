@@ -62,3 +62,7 @@ def test_placed_by_global_mesh_or_partition_spec(results):
     of_mesh, of_spec, unplaced = found["collectives"]
     assert of_mesh == of_spec == {}
     assert "all-gather" in unplaced  # what happens without
+
+
+def test_a_mesh_of_other_devices_is_refused(results):
+    assert "4 places, but there are 8 devices" in results["by arguments"]["another mesh"]

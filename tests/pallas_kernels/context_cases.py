@@ -34,6 +34,7 @@ CASES = {
     "ring, contiguous, segments": {"shards": 4, "layout": "contiguous", "wanted": ("shuffled segments",)},
     "ring, a window of two shards": {"shards": 8, "layout": "contiguous", "mask": SlidingWindow(17)},
     "ring, all pairs": {"shards": 4, "mask": Full(), "wanted": ("segments",)},
+    "ring, twice as many keys": {"shards": 2, "mask": Full(), "kv_length": 128},
     "ring, a head at a time": {"shards": 4, "wanted": ("segments", "sinks"), "groups": 2},
     "exchange, 2 shards": {"shards": 2, "method": "all_to_all", "layout": "contiguous"},
     "exchange, 4 shards, zig-zag": {
@@ -54,6 +55,7 @@ CASES = {
 }
 REFUSED = {
     "length": {"shards": 8, "length": 72},
+    "as many keys as queries": {"shards": 2, "kv_length": 128},
     "bias": {"shards": 2, "wanted": ("bias",)},
     "alibi_slopes": {"shards": 2, "wanted": ("alibi",)},
     "layout='contiguous'": {"shards": 2, "mask": SlidingWindow(9)},
@@ -63,12 +65,13 @@ REFUSED = {
 }
 
 
-def inputs(heads=4, kv_heads=2, length=64, wanted=(), mask=CAUSAL, **_):
-    case = types.SimpleNamespace(
-        shape=(2, heads, kv_heads, length, length, 16), spec=AttentionSpec(scale=0.25, mask=mask)
-    )
+def inputs(heads=4, kv_heads=2, length=64, kv_length=None, wanted=(), mask=CAUSAL):
+    kv_length = kv_length or length
+    shape = (2, heads, kv_heads, length, kv_length, 16)
+    case = types.SimpleNamespace(shape=shape, spec=AttentionSpec(scale=0.25, mask=mask))
     rng = np.random.default_rng(0)
-    shapes = [(2, n, length, 16) for n in (heads, kv_heads, kv_heads, heads)] + [(2, heads, length)]
+    queries, keys = (2, heads, length, 16), (2, kv_heads, kv_length, 16)
+    shapes = [queries, keys, keys, queries, queries[:3]]
     tensors = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     return case, tensors, make(case, wanted)
 

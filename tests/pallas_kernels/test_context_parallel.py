@@ -59,7 +59,7 @@ def pairs(part):
 @pytest.mark.parametrize("shards", [2, 4, 8])
 def test_a_causal_zigzag_is_the_same_work_in_every_step_on_every_shard(shards):
     length = 64
-    steps = ring.plan(Causal(), Context("x", shards, layout="zigzag"), length)
+    steps = ring.plan(Causal(), Context("x", shards, layout="zigzag"), length, length)
     assert len(steps) == shards
     work = {
         pairs(step.before if s <= shard else step.behind)
@@ -72,4 +72,4 @@ def test_a_causal_zigzag_is_the_same_work_in_every_step_on_every_shard(shards):
 @pytest.mark.parametrize("window, steps", [(1, 1), (2, 2), (64, 2), (66, 3), (1000, 8)])
 def test_a_window_takes_no_more_steps_than_it_spans(window, steps):
     mask = SlidingWindow(window - 1)
-    assert len(ring.plan(mask, Context("x", 8, layout="contiguous"), 64)) == steps
+    assert len(ring.plan(mask, Context("x", 8, layout="contiguous"), 64, 64)) == steps

@@ -141,7 +141,7 @@ def _cycles(
         lengths = part.queries.stop - part.queries.start, part.keys.stop - part.keys.start
         return groups * of_kernel(heads, lengths, part.mask, True)
 
-    steps = ring.plan(case.mask, context, length)
+    steps = ring.plan(case.mask, context, length, length)
     return tuple(
         sum(of_part(step.before if s <= shard else step.behind) for s, step in enumerate(steps))
         for shard in range(n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch_xla.runtime as xr
 from torch import Tensor
 
 from pallas_kernels.flash_attention import AttentionSpec, Operands
@@ -39,11 +40,23 @@ def kernel_attention(
     """``o`` and ``lse`` of XLA tensors; ``return_lse`` makes lse differentiable.
 
     Raises:
-        ValueError: the placement does not fit.
+        ValueError: the placement does not fit the tensors, or the devices.
     """
     problem = Problem(spec, placement)
     _shards(problem, q, k, operands)  # before anything is traced
+    if placement is not None:
+        _check_devices(placement)
     return forward(q, k, v, *operands, intern_static(problem), return_lse)
+
+
+def _check_devices(placement: AttentionPlacement) -> None:
+    devices, places = xr.global_runtime_device_count(), placement.size(*(name for name, _ in placement.axes))
+    if not xr.is_spmd():
+        raise ValueError(
+            "placement: not an SPMD program; call torch_xla.runtime.use_spmd() first"
+        )
+    if devices != places:
+        raise ValueError(f"placement: its mesh has {places} places, but there are {devices} devices")
 
 
 # In the operators' signatures, ``problem`` is an interned Problem.

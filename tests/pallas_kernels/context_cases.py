@@ -29,8 +29,10 @@ from pallas_kernels.masks import Causal, Full, PerHead, SlidingWindow, prefix_lm
 CAUSAL = Causal()
 CASES = {
     "ring, 2 shards": {"shards": 2},
+    "ring, 2 shards, segments": {"shards": 2, "wanted": ("segments",)},
     "ring, 4 shards, segments, sinks": {"shards": 4, "wanted": ("segments", "sinks")},
-    "ring, 8 shards, lengths": {"shards": 8, "wanted": ("q_lens", "kv_lens")},
+    "ring, 8 shards": {"shards": 8},
+    "ring, 8 shards, segments, lengths": {"shards": 8, "wanted": ("segments", "q_lens", "kv_lens")},
     "ring, contiguous, segments": {"shards": 4, "layout": "contiguous", "wanted": ("shuffled segments",)},
     "ring, a window of two shards": {"shards": 8, "layout": "contiguous", "mask": SlidingWindow(17)},
     "ring, all pairs": {"shards": 4, "mask": Full(), "wanted": ("segments",)},

@@ -52,9 +52,7 @@ def kernel_attention(
 def _check_devices(placement: AttentionPlacement) -> None:
     devices, places = xr.global_runtime_device_count(), placement.size(*(name for name, _ in placement.axes))
     if not xr.is_spmd():
-        raise ValueError(
-            "placement: not an SPMD program; call torch_xla.runtime.use_spmd() first"
-        )
+        raise ValueError("placement: not an SPMD program; call torch_xla.runtime.use_spmd() first")
     if devices != places:
         raise ValueError(f"placement: its mesh has {places} places, but there are {devices} devices")
 

@@ -82,8 +82,8 @@ def compile_for_tpu(
         ValueError: a sharding over more chips than there are.
     """
     devices = math.prod(size for _, size in sharding.axes) if sharding else 1
-    if devices > math.prod(topology.shape):
-        raise ValueError(f"topology: {topology} has {math.prod(topology.shape)} chips, needs {devices}")
+    if devices > topology.chips:
+        raise ValueError(f"topology: {topology} has {topology.chips} chips, needs {devices}")
     module = lower(fn, avals, "tpu", sharding).mlir_module_serialized
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     entry = cache_folder() / "compile" / f"{_key(module, libtpu_version(), topology, flags)}.json"
@@ -108,6 +108,45 @@ def compile_for_tpu(
     return _compiled(answer, topology, cached=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler made of a program over all chips of a slice.
+
+    Attributes:
+        compiled: time, and memory of one chip.
+        hlo: text of the optimized, partitioned module.
+    """
+
+    compiled: Compiled
+    hlo: str
+
+
+def compile_step(module: bytes, topology: Topology) -> CompiledStep:
+    """Partitions a program over all chips of ``topology`` and compiles it, in a process of its own.
+
+    Results are kept as those of :func:`compile_for_tpu` are.
+
+    Args:
+        module: a serialized HLO module with sharding annotations, as torch_xla stages it.
+        topology: whose chips are the devices, in their order.
+
+    Raises:
+        CompileError: the compiler refused, or died.
+    """
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    entry = cache_folder() / "compile" / f"{_key(module, libtpu_version(), topology, flags, 'step')}.json"
+    text = entry.with_suffix(".hlo")
+    cached = entry.exists() and text.exists()
+    if cached:
+        answer = json.loads(entry.read_text())
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".hlo") as hlo:
+            answer = _run_worker(module, topology, topology.chips, flags, hlo.name)
+            write_atomically(text, Path(hlo.name).read_text())
+        write_atomically(entry, json.dumps(answer))
+    return CompiledStep(_compiled(answer, topology, cached=cached), text.read_text())
+
+
 def libtpu_version() -> str:
     """The version of the libtpu that compiles: that of ``$TPU_LIBRARY_PATH``, else the installed one."""
     library = os.environ.get("TPU_LIBRARY_PATH")
@@ -123,13 +162,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XLA_ATTENTION_CACHE") or Path.home() / ".cache" / "xla-attention")
 
 
-def _run_worker(module: bytes, topology: Topology, devices: int, flags: str) -> dict[str, Any]:
+def _run_worker(module: bytes, topology: Topology, devices: int, flags: str, *hlo: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".mlir") as file:
         file.write(module)
         file.flush()
         options = json.dumps(topology.jax_options())
         process = subprocess.run(
-            [sys.executable, "-m", "xla_attention.planner.compile_worker", file.name, options, str(devices)],
+            [
+                *(sys.executable, "-m", "xla_attention.planner.compile_worker"),
+                *(file.name, options, str(devices), *hlo),
+            ],
             env={**os.environ, **_ENVIRONMENT, "LIBTPU_INIT_ARGS": flags},
             capture_output=True,
             text=True,

@@ -1,15 +1,17 @@
 """Ring attention: keys and values travel round the shards of a sequence, queries stay (Liu et al., 2023,
 arXiv:2310.01889).
 
-In step s, shard i of n has the keys of shard j = i - s (mod n). The steps are merged as flash attention merges
-blocks of keys, from each step's o' and lse', by the kernel:
+In step s, shard i of n has the keys of shard j = i - s (mod n). The steps are merged as flash attention
+merges blocks of keys, from each step's o' and lse', by the kernel:
 
-    m* = max(m, lse')      acc* = exp(m - m*) acc + exp(lse' - m*) o'      l* = exp(m - m*) l + exp(lse' - m*)
+    m*   = max(m, lse')
+    acc* = exp(m - m*) acc + exp(lse' - m*) o'
+    l*   = exp(m - m*) l + exp(lse' - m*)
 
-and at the end o = acc / l, lse = m + log l: attention to all keys, exactly. Going backward, with P = exp(S - lse)
-of that lse, the gradients of the steps just add up: dq stays, dk and dv travel with their keys and come home in
-the end. All of it in float32. The keys of the next step, and the gradients of the last, are sent before a step
-computes, so that they travel meanwhile.
+and at the end o = acc / l, lse = m + log l: attention to all keys, exactly. Going backward, with
+P = exp(S - lse) of that lse, the gradients of the steps just add up: dq stays, dk and dv travel with their
+keys and come home in the end. All of it in float32. The keys of the next step, and the gradients of the last,
+are sent before a step computes, so that they travel meanwhile.
 
 What a step computes is known when it is compiled, but for one choice: whether its keys come from before this
 shard's queries (s <= i) or from behind them. In a causal zig-zag (``layout.py``), with chunks (i, 2n - 1 - i)
@@ -36,6 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.context_parallel.head_groups import by_head_groups, head_groups
 from pallas_kernels.context_parallel.layout import Context, positions
 from pallas_kernels.flash_attention import AttentionSpec, Operands, flash_backward, flash_forward
 from pallas_kernels.hardware import Hardware
@@ -73,21 +76,24 @@ class Seen(NamedTuple):
     total: Float[Array, "b h m"]
 
 
-def plan(mask: Mask, context: Context, length: int) -> list[Step]:
+def plan(mask: Mask, context: Context, q_len: int, kv_len: int) -> list[Step]:
     """The steps of the ring, as many as the mask needs.
 
     Args:
         mask: on positions of the whole sequence.
         context: how it is sharded.
-        length: of one shard.
+        q_len, kv_len: queries and keys of one shard.
 
     Raises:
-        ValueError: a mask whose parts are not known when it is compiled.
+        ValueError: a mask whose parts are not known when it is compiled, or lengths that it does not allow.
     """
-    whole, half = slice(0, length), length // 2
     if isinstance(mask, Full):
-        every = Part(whole, whole, mask)
+        every = Part(slice(0, q_len), slice(0, kv_len), mask)
         return [Step(every, every)] * context.shards
+    if q_len != kv_len:
+        raise ValueError(f"k: under a mask, a ring needs as many keys as queries, got {kv_len} and {q_len}")
+    length = q_len
+    whole, half = slice(0, length), length // 2
     if context.layout == "zigzag":
         if mask != Causal():
             raise ValueError(
@@ -130,9 +136,7 @@ def check(operands: Operands, spec: AttentionSpec, context: Context, q_len: int,
         raise ValueError("score_mod: not in a ring; take method='all_to_all' for the sequence's axis")
     if not isinstance(spec.mask, Mask):
         raise ValueError("mask: no masks of heads in a ring; take method='all_to_all'")
-    if q_len != kv_len and spec.mask != Full():
-        raise ValueError(f"k: under a mask, a ring needs as many keys as queries, got {kv_len} and {q_len}")
-    plan(spec.mask, context, q_len)
+    plan(spec.mask, context, q_len, kv_len)
 
 
 def forward(
@@ -148,9 +152,9 @@ def forward(
     """``flash_forward`` of the whole sequence, on one shard of it; arguments and results are local."""
     index = lax.axis_index(context.axis)
     q_ids, kv_ids = _ids(operands, context, index, q.shape, k.shape)
-    steps = plan(spec.mask, context, q.shape[2])
+    steps = plan(spec.mask, context, q.shape[2], k.shape[2])
 
-    def attend(part: Part, keys: Keys) -> tuple[Array, Array]:
+    def attend(q: Array, part: Part, keys: Keys) -> tuple[Array, Array]:
         k, v, ids = (_cut(x, part.keys) for x in keys)
         return flash_forward(
             _cut(q, part.queries),
@@ -162,24 +166,32 @@ def forward(
             out_dtype=jnp.float32,
         )
 
-    def add(part: Part | None, keys: Keys, seen: Seen) -> Seen:
-        if part is None:
-            return seen
-        merged = merge(Seen(*(_cut(x, part.queries) for x in seen)), *attend(part, keys))
-        return Seen(*(_put(whole, x, part.queries) for whole, x in zip(seen, merged)))
+    def of_heads(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+        def add(part: Part | None, keys: Keys, seen: Seen) -> Seen:
+            if part is None:
+                return seen
+            merged = merge(Seen(*(_cut(x, part.queries) for x in seen)), *attend(q, part, keys))
+            return Seen(*(_put(whole, x, part.queries) for whole, x in zip(seen, merged)))
 
-    def turn(n: Any, step: Step, carry: tuple, last: bool) -> tuple:
-        keys, seen = carry
-        following = keys if last else _send(keys, 1, context)
-        return following, _choose(n, index, step, add, keys, seen)
+        def turn(n: Any, step: Step, carry: tuple, last: bool) -> tuple:
+            keys, seen = carry
+            following = keys if last else _send(keys, 1, context)
+            return following, _choose(n, index, step, add, keys, seen)
 
-    rows = q.shape[:3]
-    nothing = Seen(jnp.zeros((*rows, v.shape[3]), jnp.float32), jnp.full(rows, -jnp.inf), jnp.zeros(rows))
-    _, seen = _turns(steps, turn, (Keys(k, v, kv_ids), nothing))
-    if operands.sinks is not None:  # one more key, whose value is zero
-        seen = merge(seen, jnp.zeros_like(seen.acc), jnp.broadcast_to(operands.sinks[:, None], rows))
-    o = seen.acc / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
-    return o.astype(q.dtype), seen.m + jnp.log(seen.total)
+        rows = q.shape[:3]
+        nothing = Seen(jnp.zeros((*rows, v.shape[3]), jnp.float32), jnp.full(rows, -jnp.inf), jnp.zeros(rows))
+        _, seen = _turns(steps, turn, (Keys(k, v, kv_ids), nothing))
+        if sinks is not None:  # one more key, whose value is zero
+            seen = merge(seen, jnp.zeros_like(seen.acc), jnp.broadcast_to(sinks[..., None], rows))
+        o = seen.acc / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
+        return o.astype(q.dtype), seen.m + jnp.log(seen.total)
+
+    results = (
+        jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+    )
+    sinks = None if operands.sinks is None else operands.sinks[None]
+    return by_head_groups(of_heads, (q, k, v, sinks), results, head_groups(k.shape[1], q.shape, hardware))
 
 
 def backward(
@@ -199,37 +211,44 @@ def backward(
     """``flash_backward`` of the whole sequence likewise; ``o`` and ``lse`` are those of :func:`forward`."""
     index = lax.axis_index(context.axis)
     q_ids, kv_ids = _ids(operands, context, index, q.shape, k.shape)
-    steps = plan(spec.mask, context, q.shape[2])
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    steps = plan(spec.mask, context, q.shape[2], k.shape[2])
 
-    def of_part(part: Part | None, keys: Keys) -> tuple[Array, Array, Array]:
-        """Gradients by q, k and v, zero where the part does not reach."""
-        if part is None:
-            return zeros
-        k, v, ids = (_cut(x, part.keys) for x in keys)
-        dq, dk, dv = flash_backward(
-            _cut(q, part.queries),
-            k,
-            v,
-            *(_cut(x, part.queries) for x in (o, lse, do, dlse)),
-            Operands(_cut(q_ids, part.queries), ids),
-            spec=dataclasses.replace(spec, mask=part.mask),
-            hardware=hardware,
-            out_dtype=jnp.float32,
-        )
-        ranges = (part.queries, part.keys, part.keys)
-        return tuple(_put(z, x, at) for z, x, at in zip(zeros, (dq, dk, dv), ranges))
+    def of_heads(
+        q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, dlse: Array | None
+    ) -> tuple[Array, Array, Array]:
+        zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
 
-    def turn(n: Any, step: Step, carry: tuple, last: bool) -> tuple:
-        keys, dq, travelling = carry
-        following = keys if last else _send(keys, 1, context)
-        arrived = _send(travelling, 1, context)
-        dq_here, *here = _choose(n, index, step, of_part, keys)
-        return following, dq + dq_here, here if arrived is None else [*map(jnp.add, arrived, here)]
+        def of_part(part: Part | None, keys: Keys) -> tuple[Array, Array, Array]:
+            """Gradients by q, k and v, zero where the part does not reach."""
+            if part is None:
+                return zeros
+            k, v, ids = (_cut(x, part.keys) for x in keys)
+            gradients = flash_backward(
+                _cut(q, part.queries),
+                k,
+                v,
+                *(_cut(x, part.queries) for x in (o, lse, do, dlse)),
+                Operands(_cut(q_ids, part.queries), ids),
+                spec=dataclasses.replace(spec, mask=part.mask),
+                hardware=hardware,
+                out_dtype=jnp.float32,
+            )
+            return tuple(map(_put, zeros, gradients, (part.queries, part.keys, part.keys)))
 
-    _, dq, home = _turns(steps, turn, (Keys(k, v, kv_ids), zeros[0], None))
-    dk, dv = _send(home, 1 - len(steps), context)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+        def turn(n: Any, step: Step, carry: tuple, last: bool) -> tuple:
+            keys, dq, travelling = carry
+            following = keys if last else _send(keys, 1, context)
+            arrived = _send(travelling, 1, context)
+            dq_here, *here = _choose(n, index, step, of_part, keys)
+            return following, dq + dq_here, here if arrived is None else [*map(jnp.add, arrived, here)]
+
+        _, dq, home = _turns(steps, turn, (Keys(k, v, kv_ids), zeros[0], None))
+        dk, dv = _send(home, 1 - len(steps), context)
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    groups = head_groups(k.shape[1], q.shape, hardware)
+    return by_head_groups(of_heads, (q, k, v, o, lse, do, dlse), results, groups)
 
 
 def merge(seen: Seen, o: Array, lse: Array) -> Seen:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,13 +85,34 @@ class Shards:
         leading = (axes if n > 1 else None for axes, n in zip((self.batch, self.by_head), shape))
         return PartitionSpec(*leading, *[None] * (len(shape) - 2))
 
-    def sharding(self, inputs: Sequence[PartitionSpec | None], outputs: Sequence[PartitionSpec]) -> Sharding:
+    def of_forward(self, operands: Operands) -> Sharding:
+        """Of ``(q, k, v, *operands) -> (o, lse)``."""
+        inputs = (self.q, self.kv, self.kv, *_flat(self.operands(operands)))
+        return self._sharding(inputs, (self.q, self.lse))
+
+    def of_backward(self, operands: Operands, has_dlse: bool) -> Sharding:
+        """Of ``(q, k, v, o, lse, do, dlse, *operands) -> (dq, dk, dv)``."""
+        return self._sharding(self._saved(operands, has_dlse), (self.q, self.kv, self.kv))
+
+    def of_operand_gradients(self, operands: Operands, has_dlse: bool, wanted: tuple[bool, ...]) -> Sharding:
+        """Of the same arguments; the results are the gradients wanted by bias, sinks and ``score``."""
+        lie = self.operands(operands)
+        results = itertools.compress((lie.bias, lie.sinks, *lie.score), wanted)
+        return self._sharding(self._saved(operands, has_dlse), tuple(results))
+
+    def _saved(self, operands: Operands, has_dlse: bool) -> tuple[PartitionSpec | None, ...]:
+        dlse = self.lse if has_dlse else None
+        return self.q, self.kv, self.kv, self.q, self.lse, self.q, dlse, *_flat(self.operands(operands))
+
+    def _sharding(
+        self, inputs: Sequence[PartitionSpec | None], outputs: tuple[PartitionSpec, ...]
+    ) -> Sharding:
         """For the bridge; each result is added up over the axes that split the work, but not the result."""
         work = (*self.batch, *self.heads, *((self.context.axis,) if self.context else ()))
         return Sharding(
             self.axes,
             tuple(spec for spec in inputs if spec is not None),
-            tuple(outputs),
+            outputs,
             tuple(tuple(axis for axis in work if axis not in _named(spec)) for spec in outputs),
             self.device_ids,
         )
@@ -118,6 +140,10 @@ def _true_indices(axes: tuple[str, ...], count: int) -> jax.Array:
     """Of what this device has ``count`` of, sharded over ``axes``."""
     first = lax.axis_index(axes) * count if axes else 0
     return first + jnp.arange(count, dtype=jnp.int32)
+
+
+def _flat(operands: Operands) -> tuple[Any, ...]:
+    return *operands[:-1], *operands.score
 
 
 def _named(spec: PartitionSpec) -> set[str]:

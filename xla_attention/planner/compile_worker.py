@@ -1,11 +1,11 @@
 """Compiles one module for a TPU that is not attached, in a process of its own.
 
-    python -m xla_attention.planner.compile_worker MODULE OPTIONS [HLO]
+    python -m xla_attention.planner.compile_worker MODULE OPTIONS DEVICES [HLO]
 
-``MODULE`` is a file with a serialized portable StableHLO module for one device; or, where ``HLO`` is given,
-with an HLO module that is partitioned over all devices of the topology, and whose optimized text goes into
-that file. ``OPTIONS`` are the arguments of ``get_topology_desc`` as JSON. Prints one line of JSON: the time,
-and the memory of a device, or the compiler's error. libtpu reads its flags once, from the environment, when
+``MODULE`` is a file with a serialized portable StableHLO module; or, where ``HLO`` is given, with an HLO
+module, whose optimized text goes into that file. ``OPTIONS`` are the arguments of ``get_topology_desc`` as JSON,
+``DEVICES`` is the number of devices that the module is partitioned over. Prints one line of JSON: the compile
+time and memory of a device, or the compiler's error. libtpu reads its flags once, from the environment, when
 it is loaded: hence the process.
 """
 
@@ -22,18 +22,20 @@ from jaxlib import _jax, xla_client
 from jaxlib.mlir import ir
 
 
-def compile_module(module: bytes, options: dict[str, Any], hlo: Path | None = None) -> dict[str, Any]:
-    devices = topologies.get_topology_desc(**options).devices
-    devices = devices if hlo else devices[:1]
+def compile_module(
+    module: bytes, options: dict[str, Any], count: int, hlo: Path | None = None
+) -> dict[str, Any]:
+    devices = topologies.get_topology_desc(**options).devices[:count]
     compile_options = xla_client.CompileOptions()
     build = compile_options.executable_build_options
     build.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in devices]]))
-    if hlo:
-        compile_options.num_partitions = build.num_partitions = len(devices)
+    compile_options.num_partitions = build.num_partitions = count
+    if count > 1:
         build.use_spmd_partitioning = True
         # As torch_xla compiles: what has no annotation lies as its neighbours do.
         build.allow_spmd_sharding_propagation_to_parameters = [True]
         build.allow_spmd_sharding_propagation_to_output = [True]
+    if hlo:
         module = _to_stablehlo(module)
     start = time.perf_counter()
     try:
@@ -59,5 +61,6 @@ def _to_stablehlo(module: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    module, options, *hlo = sys.argv[1:]
-    print(json.dumps(compile_module(Path(module).read_bytes(), json.loads(options), *map(Path, hlo))))
+    module, options, devices, *hlo = sys.argv[1:]
+    answer = compile_module(Path(module).read_bytes(), json.loads(options), int(devices), *map(Path, hlo))
+    print(json.dumps(answer))

@@ -1,6 +1,7 @@
 """Strategies: patterns, what they refuse, and that those of the package cover every model."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,9 @@ from xla_attention.sharding.strategy import (
     match,
     parameter_specs,
 )
+from xla_attention.training.config import load_config
 
+ROOT = Path(__file__).parents[2]
 NAMED = [name for name in built_in_strategies() if name != "auto"]
 LLAMA = {
     "vocab_size": 64,
@@ -119,6 +122,17 @@ def test_a_strategy_of_ones_own(tmp_path):
     strategy = load_strategy(path)
     assert match(strategy.parameters, "x.weight") == (("fsdp", "data"), ())
     assert strategy.mesh.fsdp == 2
+
+
+def test_the_strategies_and_runs_of_the_repository_fit_its_models():
+    own = load_strategy(ROOT / "configs" / "sharding" / "fsdp-embedding-whole.yaml")
+    run = load_config(ROOT / "examples" / "pod_slice" / "train.yaml")
+    assert run.model["num_hidden_layers"] == 32
+    for strategy in (own, run.sharding.load()):
+        mesh = strategy.mesh.sizes(16)
+        parameter_specs(strategy, shapes(run.model), mesh)
+        activation_specs(strategy, dict(model(run.model).named_modules()))
+        check_batch(strategy, run.batch_size, run.seq_len, mesh)
 
 
 @pytest.mark.parametrize(

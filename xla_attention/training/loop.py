@@ -169,5 +169,5 @@ def _metrics(run: Run, console: Console) -> Metrics:
         log_interval=config.log_interval,
         tokens_per_step=config.tokens_per_step,
         flops_per_token=run.state.model.flops_per_token(config.seq_len),
-        peak=peak_of(run.device),
+        peak=peak_of(run.device, run.sharding.mesh.size() if run.sharding else 1),
     )

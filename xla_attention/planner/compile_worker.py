@@ -5,8 +5,8 @@
 ``MODULE`` is a file with a serialized portable StableHLO module; or, where ``HLO`` is given, with an HLO
 module, whose optimized text goes into that file. ``OPTIONS`` are the arguments of ``get_topology_desc`` as
 JSON, ``DEVICES`` is the number of devices that the module is partitioned over. Prints one line of JSON: the
-compile time and memory of a device, or the compiler's error. libtpu reads its flags once, from the environment,
-when it is loaded: hence the process.
+compile time and memory of a device, or the compiler's error. libtpu reads its flags once, from the
+environment, when it is loaded: hence the process.
 """
 
 import json

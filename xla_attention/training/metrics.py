@@ -25,8 +25,8 @@ class Peak:
 
 
 def peak_of(device: torch.device, chips: int = 1) -> Peak:
-    """The bf16 peak of TPU chips; on the CPU, what a large float32 matrix product reaches there (measured now),
-    however many virtual devices share it."""
+    """The bf16 peak of TPU chips; on the CPU, what a large float32 matrix product reaches there (measured
+    now), however many virtual devices share it."""
     if device.type == "xla":
         from xla_attention.device import hardware
 

@@ -32,7 +32,7 @@ def file(tmp_path):
             "activation_checkpointing=half",
             r"activation_checkpointing: .*'none', 'full' or 'selective', got 'half'",
         ),
-        ("sharding.mesh.expert=2", r"sharding\.mesh\.expert.*'fsdp', 'tensor', 'context' or 'slices'"),
+        ("sharding.mesh.expert=2", r"sharding\.mesh\.expert: .*'fsdp', 'tensor' or 'context', got 'expert'"),
         ("sharding.strateg=fsdp", r"sharding\.strateg: unknown key; allowed here: strategy, mesh"),
         ("data.held_out=1", r"data\.held_out: .*less than 1"),
         ("steps.more=1", r"'steps.more=1': steps is a value"),

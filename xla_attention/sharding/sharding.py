@@ -57,17 +57,20 @@ class Sharding:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
 
     def check(self, model: nn.Module, batch_size: int, seq_len: int) -> None:
-        """Raises ShardingError if the model's parameters or a batch do not fit the mesh; else prepares the
-        model, which is not on the device yet."""
+        """Raises ShardingError if the model's parameters or a batch do not fit the mesh."""
         if self.strategy.auto:
             return
-        from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
-
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._specs = parameter_specs(self.strategy, shapes, self.sizes)
         check_batch(self.strategy, batch_size, seq_len, self.sizes)
-        # torch's linear layer makes one dimension of batch and sequence, for which XLA gathers the sequence.
-        apply_xla_patch_to_nn_linear(model)
+
+    def keep_dimensions(self, model: nn.Module) -> None:
+        """Replaces torch's linear layers, which make one dimension of batch and sequence, for which XLA would
+        gather the sequence. For a model that is not on the device yet."""
+        if not self.strategy.auto:
+            from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
+
+            apply_xla_patch_to_nn_linear(model)
 
     def shard_model(self, model: nn.Module) -> None:
         """Shards parameters, and has gradients and outputs of modules annotated whenever they are computed.
@@ -133,14 +136,21 @@ class Sharding:
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
-        """Attention inside the block runs on the mesh as the strategy's activations lie on it."""
+        """Attention inside the block runs on the mesh: batch and sequence lie as the inputs do, heads over
+        `tensor`."""
         from xla_attention.ops.placement import AttentionPlacement, use_attention_placement
 
         placement = None
         if not self.strategy.auto:
             context = self.strategy.context
             layout = context.layout if self.zigzag_shards else "contiguous"
-            placement = AttentionPlacement.of_mesh(self.mesh, method=context.method, layout=layout)
+            batch, sequence = self.strategy.inputs
+            placement = AttentionPlacement.of_partition_spec(
+                self.mesh,
+                (batch or None, "tensor", sequence or None, None),
+                method=context.method,
+                layout=layout,
+            )
         with use_attention_placement(placement):
             yield
 

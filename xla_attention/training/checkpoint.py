@@ -119,11 +119,11 @@ class CheckpointFolder:
             being_written.result()
 
     def _publish(self, final: Path, step: int, write: Callable[[Path], None]) -> None:
-        if process_index():  # the first process makes the folder, the others write their parts into it
-            barrier()
-            write(unfinished_name(final))
-            return
         try:
+            if process_index():  # the first process makes the folder, the others write their parts into it
+                barrier()
+                write(unfinished_name(final))
+                return
             self.remove_unfinished()
             with atomic_folder(final) as unfinished:
                 barrier()
@@ -139,7 +139,7 @@ class CheckpointFolder:
             ) from error
 
     def restore(self, checkpoint: Path, state: TrainState) -> None:
-        """Puts back everything that `load_weights` has not.
+        """Puts back everything that `model_to_restore` has not.
 
         Raises:
             ConfigError: the optimizer state is not that of this optimizer and model.
@@ -183,6 +183,13 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "training.json").is_file()
 
 
+def model_to_restore(checkpoint: Path) -> CausalLM:
+    """A checkpoint's model on the CPU, for `CheckpointFolder.restore`, which reads sharded weights itself."""
+    if not (checkpoint / "state").is_dir():
+        return load_model(checkpoint / "model")
+    return build_model(load_model_config(checkpoint / "model"), device="meta").to_empty(device="cpu")
+
+
 def load_weights(checkpoint: Path, *, dtype: torch.dtype | None = None) -> CausalLM:
     """A checkpoint's model, on the CPU.
 
@@ -191,7 +198,7 @@ def load_weights(checkpoint: Path, *, dtype: torch.dtype | None = None) -> Causa
     """
     if not (checkpoint / "state").is_dir():
         return load_model(checkpoint / "model", dtype=dtype)
-    model = build_model(load_model_config(checkpoint / "model"))
+    model = model_to_restore(checkpoint)
     stacked = load_config(checkpoint / "config.yaml").scan_layers
     if stacked:
         stack_layers(model)

@@ -55,8 +55,8 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
         CheckpointError: the last checkpoint cannot be written.
         DivergedError: the loss is no longer finite; no checkpoint is written after that.
     """
-    console = console or Console()
     start_spmd(config.sharding)  # before anything asks which process this is
+    console = console or Console(quiet=process_index() > 0)
     with StopRequest() as stop, exclusive(folder_of_process(config.out_dir)):
         if fresh and process_index() == 0:
             erase(config.out_dir)

@@ -19,7 +19,7 @@ from xla_attention.models.config import ModelConfig
 from xla_attention.sharding.sharding import Sharding, start_spmd
 from xla_attention.text import Tokenizer, load_tokenizer
 from xla_attention.training.activation_checkpointing import checkpoint_activations
-from xla_attention.training.checkpoint import CheckpointFolder, check_fits, load_weights
+from xla_attention.training.checkpoint import CheckpointFolder, check_fits, model_to_restore
 from xla_attention.training.config import ConfigError, TrainConfig
 from xla_attention.training.data import (
     Batch,
@@ -120,13 +120,13 @@ class Run:
         """Training and evaluation happen inside it: attention then runs on the mesh."""
         return self.sharding.attention() if self.sharding else nullcontext()
 
-    def _rows(self) -> np.ndarray | None:
-        return self.sharding.rows(self.config.batch_size) if self.sharding else None
-
     def save(self, background: bool = False) -> Path:
         """Writes a checkpoint, in the background if that is asked for and the run is sharded."""
         data = self.train_data.fingerprint()
         return self.checkpoints.save(self.state, self.config, self.tokenizer, data, background)
+
+    def _rows(self) -> np.ndarray | None:
+        return self.sharding.rows(self.config.batch_size) if self.sharding else None
 
 
 def prepare(config: TrainConfig, console: Console) -> Run:
@@ -138,8 +138,8 @@ def prepare(config: TrainConfig, console: Console) -> Run:
     """
     strategy = start_spmd(config.sharding)
     start_processes()
-    sharding = Sharding(strategy) if strategy else None
     device, description = _device(config)
+    sharding = Sharding(strategy) if strategy else None
     if device.type == "xla" and config.compute_dtype == "float32":
         use_exact_float32()
     console.print(f"device: {description}" + (f", {sharding}" if sharding else ""))
@@ -161,7 +161,7 @@ def prepare(config: TrainConfig, console: Console) -> Run:
     checkpoint = checkpoints.latest()
     if checkpoint is not None:
         check_fits(checkpoint, model_config, config, train_data.fingerprint())
-        model = load_weights(checkpoint)
+        model = model_to_restore(checkpoint)
     elif isinstance(config.model, dict):
         model = build_model(model_config, seed=config.seed)
     else:
@@ -192,6 +192,7 @@ def arrange_on_host(model: CausalLM, config: TrainConfig, sharding: Sharding | N
     """
     if sharding:
         sharding.check(model, config.batch_size, config.seq_len)
+        sharding.keep_dimensions(model)
     if config.scan_layers:
         stack_layers(model)
         if sharding:

@@ -231,6 +231,32 @@ class Not(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
+class Shifted(Mask):
+    """The mask of another part of the sequence: query ``q`` sees what ``q + offset`` sees in ``mask``.
+
+    Attributes:
+        mask: of the whole.
+        offset: position of query 0, less that of key 0.
+    """
+
+    mask: Mask
+    offset: int
+
+    def visible(self, q: Index, kv: Index) -> Any:
+        return self.mask.visible(q + self.offset, kv)
+
+    def bounds(self, q0: Index, q1: Index, kv0: Index, kv1: Index) -> Answer:
+        return self.mask.bounds(q0 + self.offset, q1 + self.offset, kv0, kv1)
+
+    @property
+    def shift_invariant(self) -> bool:
+        return self.mask.shift_invariant
+
+    def hides_after(self, offset: int) -> bool:
+        return self.mask.hides_after(offset - self.offset)
+
+
+@dataclasses.dataclass(frozen=True)
 class PerHead:
     """A mask for each query head, such as local attention in some heads and global in others.
 

@@ -44,3 +44,24 @@ class ScoreFunction:
             Like ``score``, natural units. At or below ``HIDDEN``, -inf included, the pair is hidden.
         """
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class OfShard(ScoreFunction):
+    """A function of scores on a part of the batch and of the heads, whose indices count from its own first.
+
+    It reads, before the operands of ``function``, the true indices of batch ``[batch, 1]`` and of heads
+    ``[1, heads]``, int32.
+
+    Attributes:
+        function: on the whole.
+    """
+
+    function: ScoreFunction
+
+    @classmethod
+    def of(cls, function: ScoreFunction) -> OfShard:
+        return cls(("head", "head", *function.operands), function)
+
+    def __call__(self, score: Any, batch: Any, head: Any, q: Any, kv: Any, operands: tuple[Any, ...]) -> Any:
+        return self.function(score, operands[0], operands[1], q, kv, operands[2:])

@@ -18,26 +18,45 @@ if TYPE_CHECKING:
         noop_mask,
         or_masks,
     )
-    from xla_attention.ops import flash_attention, segment_ids_from_lengths
+    from xla_attention.ops import (
+        AttentionPlacement,
+        flash_attention,
+        from_zigzag,
+        segment_ids_from_lengths,
+        to_zigzag,
+        use_attention_placement,
+    )
 
 _FLEX = ("BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks")
+_OPS = (
+    "AttentionPlacement",
+    "flash_attention",
+    "from_zigzag",
+    "segment_ids_from_lengths",
+    "to_zigzag",
+    "use_attention_placement",
+)
 __all__ = [
+    "AttentionPlacement",
     "BlockMask",
     "and_masks",
     "create_block_mask",
     "flash_attention",
     "flex_attention",
+    "from_zigzag",
     "masks",
     "noop_mask",
     "or_masks",
     "pick_device",
     "segment_ids_from_lengths",
+    "to_zigzag",
+    "use_attention_placement",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Imports torch and JAX on first use of what needs them: ``import xla_attention`` itself is quick."""
-    if name in ("flash_attention", "segment_ids_from_lengths"):
+    if name in _OPS:
         from xla_attention import ops
 
         return getattr(ops, name)

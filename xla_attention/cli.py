@@ -9,7 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from xla_attention.commands.bench import bench_app
+from xla_attention.commands.collectives import collectives_command
 from xla_attention.commands.compile import compile_command
+from xla_attention.commands.export import export_command
 from xla_attention.commands.generate import generate_command
 from xla_attention.commands.show_mask import show_mask_command
 from xla_attention.commands.tokenize import tokenize_command
@@ -42,8 +44,10 @@ def options(
 
 app.command("train")(train_command)
 app.command("generate")(generate_command)
+app.command("export")(export_command)
 app.command("tokenize")(tokenize_command)
 app.command("compile")(compile_command)
+app.command("collectives")(collectives_command)
 app.command("tune")(tune_command)
 app.command("show-mask")(show_mask_command)
 app.add_typer(bench_app, name="bench")

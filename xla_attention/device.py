@@ -94,13 +94,26 @@ def use_exact_float32() -> None:
         backends.logger.disabled = False
 
 
-@functools.cache
+_staged_for: Hardware | None = None
+
+
+def stage_for(target: Hardware) -> None:
+    """Has this process lower kernels for `target` from here on: its graphs are to be compiled, not run."""
+    global _staged_for
+    _staged_for = target
+
+
 def hardware() -> Hardware:
-    """The hardware that this process's XLA device is.
+    """The hardware that kernels are lowered for: this process's XLA device, unless `stage_for` named another.
 
     Raises:
         ValueError: the device is neither the CPU nor a TPU generation that is known.
     """
+    return _staged_for or _attached_hardware()
+
+
+@functools.cache
+def _attached_hardware() -> Hardware:
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.flash_attention import backward as _backward
@@ -95,6 +96,7 @@ def flash_forward(
     *,
     spec: AttentionSpec,
     hardware: Hardware,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "b h m e"], Float[Array, "b h m"]]:
     """Attention and its log-sum-exp.
 
@@ -105,9 +107,10 @@ def flash_forward(
         operands: optional tensors.
         spec: mask, scale, score changes and, if wanted, block sizes.
         hardware: what to compile for.
+        out_dtype: of ``o``, if not that of ``q``: float32, where results over parts of the keys are merged.
 
     Returns:
-        ``o [batch, heads, q_len, value_dim]`` like ``q``, and ``lse [batch, heads, q_len]`` float32, natural
+        ``o [batch, heads, q_len, value_dim]``, and ``lse [batch, heads, q_len]`` float32, natural
         logarithm. A query that sees nothing gives zeros and -inf.
 
     Raises:
@@ -115,7 +118,7 @@ def flash_forward(
     """
     _check(q, k, v, spec)
     if isinstance(spec.mask, PerHead):
-        run = functools.partial(flash_forward, hardware=hardware)
+        run = functools.partial(flash_forward, hardware=hardware, out_dtype=out_dtype)
         return per_head.forward(run, q, k, v, operands, spec)
     batch, heads, q_len, dim = q.shape
     kv_len, value_dim = v.shape[2:]
@@ -128,6 +131,7 @@ def flash_forward(
         q.dtype.itemsize,
         hardware,
         _pair_bytes(operands, spec),
+        jnp.dtype(out_dtype or q.dtype).itemsize,
         simple=alone and isinstance(spec.mask, Causal | Full),
     )
     q_padded, kv_padded = (
@@ -143,6 +147,7 @@ def flash_forward(
         spec=_hide_padding(spec, q_len, kv_len, kv_padded),
         blocks=blocks,
         hardware=hardware,
+        out_dtype=out_dtype,
     )
     o = o[:, :q_len, :value_dim].reshape(batch, heads, q_len, value_dim)
     return o, lse[:, :q_len].reshape(batch, heads, q_len)
@@ -160,6 +165,7 @@ def flash_backward(
     *,
     spec: AttentionSpec,
     hardware: Hardware,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "b h m d"], Float[Array, "b g n d"], Float[Array, "b g n e"]]:
     """Gradients by q, k and v; those by the operands are :func:`operand_gradients`.
 
@@ -170,16 +176,17 @@ def flash_backward(
         dlse: gradient of ``lse``, float32; None stands for zero.
         operands: as given to :func:`flash_forward`.
         spec, hardware: as given to :func:`flash_forward`.
+        out_dtype: of the gradients, if not that of ``q``: float32, where they are to be added up.
 
     Returns:
-        ``dq``, ``dk``, ``dv`` like ``q``, ``k``, ``v``.
+        ``dq``, ``dk``, ``dv`` of the shapes of ``q``, ``k``, ``v``.
 
     Raises:
         ValueError, TypeError: as :func:`flash_forward`.
     """
     _check(q, k, v, spec)
     if isinstance(spec.mask, PerHead):
-        run = functools.partial(flash_backward, hardware=hardware)
+        run = functools.partial(flash_backward, hardware=hardware, out_dtype=out_dtype)
         return per_head.backward(run, q, k, v, o, lse, do, dlse, operands, spec)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
@@ -192,6 +199,7 @@ def flash_backward(
         q.dtype.itemsize,
         hardware,
         _pair_bytes(operands, spec),
+        jnp.dtype(out_dtype or q.dtype).itemsize,
     )
     q_padded, kv_padded = (
         round_up(q_len, blocks.chunk_q or blocks.memory_q),
@@ -215,6 +223,7 @@ def flash_backward(
         spec=_hide_padding(spec, q_len, kv_len, kv_padded),
         blocks=blocks,
         hardware=hardware,
+        out_dtype=out_dtype,
     )
     cut = lambda x, like: x[:, : like.shape[2], : like.shape[3]].reshape(like.shape)  # noqa: E731
     return cut(dq, q), cut(dk, k), cut(dv, v)

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import schedule, scores
@@ -322,6 +323,7 @@ def backward(
     spec: AttentionSpec,
     blocks: BackwardBlocks,
     hardware: Hardware,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "h m d"], Float[Array, "g n d"], Float[Array, "g n e"]]:
     """Gradients of attention of padded heads by q, k and v.
 
@@ -337,15 +339,17 @@ def backward(
         operands: optional tensors, padded to the same lengths.
         batch: of the heads given.
         spec, blocks, hardware: as in the forward pass.
+        out_dtype: of the gradients, if not that of ``q``.
 
     Returns:
-        ``dq``, ``dk``, ``dv`` like ``q``, ``k``, ``v``.
+        ``dq``, ``dk``, ``dv`` of the shapes of ``q``, ``k``, ``v``.
     """
     heads, q_len, dim = q.shape
     kv_heads, kv_len, value_dim = v.shape
     group = heads // kv_heads
     chunk = blocks.chunk_q or q_len
     chunks = q_len // chunk
+    out_dtype = out_dtype or q.dtype
     width = flush_width(blocks)
     tiling = schedule.Tiling(
         rows=kv_len,
@@ -370,7 +374,7 @@ def backward(
         chunk=chunk,
         width=width,
         hardware=hardware,
-        partial=chunks > 1,
+        dtypes=(out_dtype, jnp.float32 if chunks > 1 else out_dtype),
     )
     if chunks == 1:
         return call(chunked.tables[0].operands)
@@ -383,7 +387,7 @@ def backward(
     numbers = tuple(jnp.stack(column) for column in zip(*(table.operands for table in chunked.tables)))
     (dk, dv), dq = lax.scan(body, zeros, numbers)
     dq = jnp.swapaxes(dq, 0, 1).reshape(q.shape)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+    return dq, dk.astype(out_dtype), dv.astype(out_dtype)
 
 
 def _call(
@@ -398,9 +402,9 @@ def _call(
     chunk: int,
     width: int,
     hardware: Hardware,
-    partial: bool,
+    dtypes: tuple[DTypeLike, DTypeLike],
 ) -> tuple[Array, Array, Array]:
-    """The kernel over one chunk of queries; ``partial`` leaves dk and dv in float32, to be summed."""
+    """The kernel over one chunk of queries; ``dtypes`` are those of dq, and of dk and dv."""
     q, k, v, *_ = inputs
     rows, _, dim = q.shape
     kv_rows, kv_len, value_dim = v.shape
@@ -503,9 +507,9 @@ def _call(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((kv_rows, group * chunk, dim), q.dtype),
-            jax.ShapeDtypeStruct(k.shape, f32 if partial else k.dtype),
-            jax.ShapeDtypeStruct(v.shape, f32 if partial else v.dtype),
+            jax.ShapeDtypeStruct((kv_rows, group * chunk, dim), dtypes[0]),
+            jax.ShapeDtypeStruct(k.shape, dtypes[1]),
+            jax.ShapeDtypeStruct(v.shape, dtypes[1]),
         ],
         compiler_params=pltpu.CompilerParams(
             # heads in parallel: both cores of a v4 or v5p chip work

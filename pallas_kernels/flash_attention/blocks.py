@@ -205,6 +205,7 @@ def choose_forward(
     itemsize: int,
     hardware: Hardware,
     bias_itemsize: int = 0,
+    out_itemsize: int | None = None,
     simple: bool = False,
 ) -> ForwardBlocks:
     """Blocks for these lengths and head dims that fit the hardware's VMEM.
@@ -215,6 +216,7 @@ def choose_forward(
         itemsize: bytes of an element of q, k and v.
         hardware: what to compile for.
         bias_itemsize: bytes of an element of the bias, 0 without one.
+        out_itemsize: bytes of an element of the results, if not those of q.
         simple: nothing but a full or causal mask. Larger blocks then do not take minutes to compile.
     """
     base = _base("forward", hardware, q_len, head_dim, itemsize)
@@ -233,6 +235,7 @@ def choose_forward(
     transposed = round_up(kv_len, block_kv) * value_dim * itemsize
     # q and o in two buffers, O^T and the logits
     fixed = block_q * (2 * key_bytes + 4 * (round_up(value_dim, LANES) + block_kv))
+    fixed += 2 * block_q * round_up(value_dim, LANES) * ((out_itemsize or itemsize) - itemsize)
     fixed += _spills(base.tile_q, block_kv, itemsize)
     vmem = min(0.65 * hardware.vmem_bytes, 0.98 * hardware.vmem_bytes - fixed)
     memory_kv, single_buffer = None, False
@@ -266,12 +269,14 @@ def choose_backward(
     itemsize: int,
     hardware: Hardware,
     bias_itemsize: int = 0,
+    out_itemsize: int | None = None,
 ) -> BackwardBlocks:
     """Blocks of the backward pass, as :func:`choose_forward`; ``group``: query heads of one key head."""
     base = _base("backward", hardware, q_len, head_dim, itemsize)
     lanes, value_lanes = round_up(head_dim, LANES), round_up(value_dim, LANES)
     # k, v and their gradients, each in two buffers, the sums of the gradients, and the dq that leaves
-    key_bytes = (lanes + value_lanes) * (4 * itemsize + 4) + 2 * itemsize * lanes
+    out = out_itemsize or itemsize
+    key_bytes = (lanes + value_lanes) * (2 * itemsize + 2 * out + 4) + 2 * out * lanes
     dq_bytes = 4 * group * (head_dim if base.transposed else lanes)
     column_bytes = itemsize * (lanes + 2 * value_lanes)  # of q, o and do
 

@@ -36,6 +36,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import schedule, scores
@@ -355,6 +356,7 @@ def forward(
     spec: AttentionSpec,
     blocks: ForwardBlocks,
     hardware: Hardware,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "h m e"], Float[Array, "h m"]]:
     """Attention of padded heads.
 
@@ -368,9 +370,10 @@ def forward(
         spec: mask, scale and score changes.
         blocks: tiling that fits these lengths.
         hardware: what to compile for.
+        out_dtype: of ``o``, if not that of ``q``.
 
     Returns:
-        ``o [batch * heads, q_len, value_dim]`` like ``q``, and ``lse [batch * heads, q_len]`` float32.
+        ``o [batch * heads, q_len, value_dim]``, and ``lse [batch * heads, q_len]`` float32.
     """
     rows, q_len, dim = q.shape
     kv_rows, kv_len, value_dim = v.shape
@@ -473,7 +476,7 @@ def forward(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((rows, q_len, value_dim), q.dtype),
+            jax.ShapeDtypeStruct((rows, q_len, value_dim), out_dtype or q.dtype),
             jax.ShapeDtypeStruct((rows, 1, q_len), f32),
         ],
         compiler_params=pltpu.CompilerParams(

@@ -216,7 +216,7 @@ def test_torch_compile_with_masks_of_heads(first_device, fresh_dynamo):
 
 def test_operators_satisfy_torchs_own_checks(first_device):
     q, k, v = inputs(first_device)
-    spec = intern_static(AttentionSpec(scale=0.2))
+    spec = intern_static(flash_ops.Problem(AttentionSpec(scale=0.2)))
     bias = torch.zeros(1, 4, 24, 24, device=first_device, requires_grad=True)
     sinks = torch.zeros(4, device=first_device, requires_grad=True)
     operands = Operands(bias=bias, sinks=sinks)

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from pallas_kernels.masks import Causal, Chunked, Full, KeyLength, Not, SlidingWindow
+from pallas_kernels.masks import Causal, Chunked, Full, KeyLength, Not, Shifted, SlidingWindow
 
 _side = st.one_of(st.none(), st.integers(-10, 40))
 leaves = st.one_of(
@@ -16,7 +16,8 @@ leaves = st.one_of(
 
 def _compose(masks):
     pairs = st.tuples(masks, masks)
-    return st.one_of(pairs.map(lambda p: p[0] & p[1]), pairs.map(lambda p: p[0] | p[1]), masks.map(Not))
+    both, either = pairs.map(lambda p: p[0] & p[1]), pairs.map(lambda p: p[0] | p[1])
+    return st.one_of(both, either, masks.map(Not), st.builds(Shifted, masks, st.integers(-20, 20)))
 
 
 masks = st.recursive(leaves, _compose, max_leaves=4)

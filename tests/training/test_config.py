@@ -28,7 +28,12 @@ def file(tmp_path):
         ("optimizer.betas=[0.9, 1.0]", r"optimizer: .*betas must lie in \[0, 1\)"),
         ("seq_len=0", r"seq_len: .*greater than 0, got 0"),
         ("compute_dtype=float16", r"compute_dtype: .*'float32' or 'bfloat16', got 'float16'"),
-        ("activation_checkpointing=half", r"activation_checkpointing: .*'none' or 'full', got 'half'"),
+        (
+            "activation_checkpointing=half",
+            r"activation_checkpointing: .*'none', 'full' or 'selective', got 'half'",
+        ),
+        ("sharding.mesh.expert=2", r"sharding\.mesh\.expert: .*'fsdp', 'tensor' or 'context', got 'expert'"),
+        ("sharding.strateg=fsdp", r"sharding\.strateg: unknown key; allowed here: strategy, mesh"),
         ("data.held_out=1", r"data\.held_out: .*less than 1"),
         ("steps.more=1", r"'steps.more=1': steps is a value"),
         ("steps", r"'steps' is not an override; write key=value"),

@@ -71,7 +71,7 @@ def test_documents_do_not_see_each_other(tmp_path, model, device):
             dataclasses.replace(as_batch(given, run.end_id), labels=labels) for given in (blocks, other)
         ]
         with torch.no_grad():
-            one, another = (run.loss(batch).item() for batch in batches)
+            one, another = (run.loss(run.put(batch)).item() for batch in batches)
         assert (one != another) == seen
 
 
@@ -93,7 +93,7 @@ def test_activation_checkpointing_recomputes_blocks_going_backward(tmp_path, mon
     for which, expected in (("none", 2), ("full", 4), (2, 3)):
         run = prepare(config(tmp_path, activation_checkpointing=which), QUIET)
         calls.clear()
-        loss = run.loss(as_batch(run.train_data.take(range(4)), run.end_id))
+        loss = run.loss(run.put(as_batch(run.train_data.take(range(4)), run.end_id)))
         loss.backward()
         assert len(calls) == expected
         gradients = [p.grad for p in run.state.model.parameters()]
@@ -177,7 +177,7 @@ def test_a_run_reports_every_step(tmp_path):
 def test_evaluation_is_the_mean_loss_and_leaves_no_gradient(tmp_path):
     run = prepare(config(tmp_path, device="eager"), QUIET)
     blocks = run.held_out.take([0, run.held_out.blocks - 1])
-    expected = run.loss(as_batch(blocks, run.end_id)).item()
+    expected = run.loss(run.put(as_batch(blocks, run.end_id))).item()
     run.config = run.config.model_copy(update={"batch_size": 1})
     assert evaluate(run) == pytest.approx(expected, rel=1e-6)
     assert all(p.grad is None for p in run.state.model.parameters())

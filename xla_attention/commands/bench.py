@@ -183,6 +183,52 @@ def bench_kernels(
         raise typer.Exit(1)
 
 
+@bench_app.command("context")
+def bench_context(
+    topology: options.Topology = "v5e:4x2",
+    shards: Annotated[
+        list[int] | None,
+        typer.Option(help="Shards of the sequence; may be given several times.  [default: 1, 2, 4, 8]"),
+    ] = None,
+    method: Annotated[str, typer.Option(help="ring or all_to_all.")] = "ring",
+    layout: Annotated[str, typer.Option(help="zigzag or contiguous.")] = "zigzag",
+    batch: options.Batch = 1,
+    heads: options.Heads = 8,
+    kv_heads: options.KvHeads = 8,
+    seq_len: options.SeqLen = 131072,
+    head_dim: options.HeadDim = 128,
+    dtype: options.Dtype = "bfloat16",
+    mask: options.MaskName = "causal",
+    passes: options.Passes = "forward,backward",
+) -> None:
+    """Print memory and cycles of a device, compiled for a TPU, as one sequence is sharded over more of them.
+
+    Exits with status 1 when one does not compile.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    from xla_attention.benchmarks.context import context_table, measure_context
+    from xla_attention.planner.attention_case import AttentionCase, parse_mask
+    from xla_attention.planner.topology import parse_topology
+
+    slice_ = parse_topology(topology)
+    cases = [
+        AttentionCase(batch, heads, kv_heads, seq_len, head_dim, dtype, parse_mask(mask), direction)
+        for direction in passes.split(",")
+    ]
+    console = _wide_console()
+    with console.status("") as status:
+        rows = measure_context(
+            cases, slice_, shards or (1, 2, 4, 8), method=method, layout=layout, say=status.update
+        )
+    console.print(context_table(rows, slice_, method, layout))
+    for row in rows:
+        if row.error:
+            typer.secho(f"error: {row.case.direction}, {row.shards} shards: {row.error}", fg="red", err=True)
+    if any(row.error for row in rows):
+        raise typer.Exit(1)
+
+
 @bench_app.command("memory")
 def bench_memory(
     topology: options.Topologies,

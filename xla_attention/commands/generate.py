@@ -34,6 +34,7 @@ def generate_command(
     from xla_attention.generation import Sampling, generate, stream_text
     from xla_attention.models import load_model
     from xla_attention.text import load_tokenizer
+    from xla_attention.training.checkpoint import is_checkpoint, load_weights
 
     sampling = Sampling(temperature, top_k, top_p)
     folder = find_model_folder(checkpoint)
@@ -41,7 +42,8 @@ def generate_command(
     device, description = pick_device()
     dtype = dtype or ("float32" if hardware().interpret else "bfloat16")
     typer.echo(f"{folder} in {dtype} on {description}", err=True)
-    model = load_model(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    load, source = (load_weights, folder.parent) if is_checkpoint(folder.parent) else (load_model, folder)
+    model = load(source, dtype=getattr(torch, dtype)).to(device).eval()
 
     prompt_ids = text.encode(prompt, special_tokens=True)
     if not prompt_ids and text.eos_id is not None:

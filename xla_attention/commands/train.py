@@ -1,5 +1,6 @@
 """`xla-attention train`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,8 @@ def train_command(
     ] = False,
 ) -> None:
     """Train a language model; run it again to continue from the last checkpoint."""
+    # At each compilation XLA warns that the partitioner torch_xla uses will be replaced one day.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from xla_attention.training.config import load_config
 
     loaded = load_config(config, overrides or [])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from xla_attention.flex.plan import make_plan
 from xla_attention.flex.trace import Traced, trace
 from xla_attention.ops.checks import check_finite, check_qkv
 from xla_attention.ops.flash_ops import kernel_attention
+from xla_attention.ops.placement import AttentionPlacement, placement_of_call
+
+if TYPE_CHECKING:
+    import torch_xla.distributed.spmd as xs
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -34,6 +38,8 @@ def flex_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    partition_spec: Sequence[Any] | None = None,
+    mesh: xs.Mesh | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention whose scores and mask are torch functions (arXiv:2412.05496), with torch's semantics.
 
@@ -70,6 +76,8 @@ def flex_attention(
         kernel_options: ``{"block_sizes": BlockSizes}`` sets the tiling; torch's own options, which tune
             Triton kernels, have no effect here.
         return_aux: torch's newer form of ``return_lse``; ``max_scores`` is not computed here.
+        partition_spec, mesh: as of ``flash_attention``: in an SPMD program, how ``query`` lies on the mesh.
+            What the functions capture is the same on every device.
 
     Returns:
         ``[batch, heads, q_len, value_dim]`` in ``query``'s dtype, and what else is asked for.
@@ -90,6 +98,7 @@ def flex_attention(
             enable_gqa,
             return_lse or (return_aux is not None and return_aux.lse),
             _block_sizes(kernel_options),
+            placement_of_call(partition_spec, mesh),
         )
         if return_aux is None:
             return (o, lse) if return_lse else o
@@ -125,6 +134,7 @@ def _on_xla(
     enable_gqa: bool,
     differentiate_lse: bool,
     block_sizes: BlockSizes | None,
+    placement: AttentionPlacement | None,
 ) -> tuple[Tensor, Tensor]:
     key, value = (_broadcast(x, query) for x in (key, value))
     check_qkv(query, key, value)
@@ -144,8 +154,13 @@ def _on_xla(
         score=plan.score,
         block_sizes=block_sizes,
     )
+    if plan.names() and placement and placement.sequence and placement.layout == "zigzag":
+        raise ValueError(
+            "score_mod, block_mask: they may not capture tensors where the sequence lies in a zig-zag, whose "
+            "order those have not; take layout='contiguous'"
+        )
     operands = compute_operands(plan, captured, query)
-    return kernel_attention(query, key, value, operands, spec, differentiate_lse)
+    return kernel_attention(query, key, value, operands, spec, differentiate_lse, placement)
 
 
 def _broadcast(x: Tensor, query: Tensor) -> Tensor:

@@ -31,11 +31,18 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     @property
+    def blocks_name(self) -> str:
+        """What parameters' names have before the number of a layer, without the dot."""
+        return next(name for name, module in self.named_modules() if module is self.blocks)
+
+    @property
     def max_length(self) -> int:
         """The longest sequence that the model takes."""
         return self.config.max_position_embeddings
 
-    def hidden_states(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Final, normalised hidden states `[batch, seq, hidden_size]`; arguments as for `forward`."""
         raise NotImplementedError
 
@@ -44,7 +51,11 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, segment_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Logits, or the loss if labels are given.
 
@@ -55,20 +66,22 @@ class CausalLM(nn.Module):
             segment_ids: `[batch, seq]`, int32: the document of each token, where a row packs several; not
                 negative, not decreasing along it. Tokens attend within their document alone, and each
                 document gives the logits that it gives by itself. None: a row is one document.
+            position_ids: `[batch, seq]`, int32 or int64: the place of each token in its document, where the
+                tokens are not in their natural order. None: they are.
 
         Returns:
             Logits `[batch, seq, vocab_size]` in the weights' dtype; with labels, their `next_token_loss`.
 
         Raises:
-            ValueError: the sequence is longer than the model's positions, or `segment_ids` have another
-                shape.
+            ValueError: the sequence is longer than the model's positions, or `segment_ids` or `position_ids`
+                have another shape.
         """
-        if segment_ids is not None and segment_ids.shape != input_ids.shape:
-            raise ValueError(
-                f"segment_ids: got shape {tuple(segment_ids.shape)}, needs that of input_ids, "
-                f"{tuple(input_ids.shape)}"
-            )
-        logits = self.logits(self.hidden_states(input_ids, segment_ids))
+        for name, ids in (("segment_ids", segment_ids), ("position_ids", position_ids)):
+            if ids is not None and ids.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name}: got shape {tuple(ids.shape)}, needs that of input_ids, {tuple(input_ids.shape)}"
+                )
+        logits = self.logits(self.hidden_states(input_ids, segment_ids, position_ids))
         return logits if labels is None else next_token_loss(logits, labels)
 
     @torch.no_grad()
@@ -121,7 +134,9 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: `[batch, seq, vocab_size]`, any floating type.
         labels: `[batch, seq]`, int64.
     """
-    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    # Classes in the second dimension, rather than all tokens in one: batch and sequence stay apart, for where
+    # both are sharded.
+    total = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="sum")
     return total / (labels != -100).sum().clamp_min(1)
 
 

@@ -117,16 +117,32 @@ def save_model(
     for name, parameter in model.state_dict().items():
         value = parameter.detach().cpu()
         weights[name] = value.T.contiguous() if name.endswith(layout.transposed) else value
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    dtype = next(iter(weights.values())).dtype
     with atomic_folder(Path(folder)) as temporary:
-        config = json.dumps(_config_json(model.config, layout, dtype), indent=2) + "\n"
-        (temporary / "config.json").write_text(config, encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save(temporary)
+        save_description(model.config, temporary, tokenizer, dtype)
         try:
             save_torch_state_dict(weights, temporary, max_shard_size=max_shard_size)
         except SafetensorError as error:
             raise OSError(f"{folder}: the weights could not be written: {error}") from error
+
+
+def save_description(
+    config: GPTConfig | LlamaConfig,
+    folder: Path,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes what a Hugging Face folder holds besides the weights, `config.json` and the tokenizer.
+
+    Args:
+        folder: made if it is missing.
+        dtype: of the weights.
+    """
+    folder.mkdir(exist_ok=True)
+    fields = _config_json(config, LAYOUTS[config.model_type], str(dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save(folder)
 
 
 def _matched(folder: Path, model: CausalLM, layout: Layout) -> dict[str, Stored]:

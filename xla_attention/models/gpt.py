@@ -65,8 +65,12 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        if segment_ids is None:
+    def forward(
+        self, input_ids: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        if position_ids is not None:
+            positions = self.wpe(position_ids)
+        elif segment_ids is None:
             # A slice rather than a lookup: its gradient needs no scatter.
             positions = self.wpe.weight[: input_ids.shape[1]]
         else:
@@ -112,10 +116,13 @@ class GPT(CausalLM):
     def blocks(self) -> nn.ModuleList:
         return self.transformer.h
 
-    def hidden_states(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         check_length(input_ids.shape[1], self.config.n_positions, "n_positions")
-        return self.transformer(input_ids, segment_ids)
+        return self.transformer(input_ids, segment_ids, position_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        projection = self.transformer.wte if self.lm_head is None else self.lm_head
-        return F.linear(hidden, projection.weight)
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        return F.linear(hidden, self.transformer.wte.weight)

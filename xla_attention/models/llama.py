@@ -87,9 +87,11 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         # Positions need not start again with each document: scores depend on their differences alone.
-        cos, sin = self.rotary(input_ids.shape[1])
+        cos, sin = self.rotary(input_ids.shape[1] if position_ids is None else position_ids)
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x, cos, sin, segment_ids)
@@ -114,10 +116,13 @@ class Llama(CausalLM):
     def blocks(self) -> nn.ModuleList:
         return self.model.layers
 
-    def hidden_states(self, input_ids: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         check_length(input_ids.shape[1], self.config.max_position_embeddings, "max_position_embeddings")
-        return self.model(input_ids, segment_ids)
+        return self.model(input_ids, segment_ids, position_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        projection = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, projection.weight)
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        return F.linear(hidden, self.model.embed_tokens.weight)

@@ -26,9 +26,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", torch.empty(0), persistent=False)
         self._fill()
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first `length` positions, each `[length, head_dim / 2]`."""
-        return self.cos[:length], self.sin[:length]
+    def forward(self, positions: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines: of the first `positions`, each `[positions, head_dim / 2]`; or of a tensor of
+        positions `[batch, seq]`, each `[batch, 1, seq, head_dim / 2]`."""
+        if isinstance(positions, int):
+            return self.cos[:positions], self.sin[:positions]
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
@@ -69,7 +72,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: `[batch, heads, seq, head_dim]`; the result has its dtype.
-        cos, sin: `[seq, head_dim / 2]`, float32.
+        cos, sin: `[seq, head_dim / 2]` or `[batch, 1, seq, head_dim / 2]`, float32.
     """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

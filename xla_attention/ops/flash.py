@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from pallas_kernels.flash_attention import AttentionSpec, BlockSizes, Operands, 
 from pallas_kernels.masks import Causal, Full, Mask, PerHead, SlidingWindow
 from xla_attention.ops.checks import check_finite, check_operands, check_qkv, check_tensor
 from xla_attention.ops.flash_ops import kernel_attention
+from xla_attention.ops.placement import placement_of_call
+
+if TYPE_CHECKING:
+    import torch_xla.distributed.spmd as xs
 
 _ALIGNMENTS = ("top_left", "bottom_right")
 _HIDDEN = -1e30  # a bias that hides its pair; the kernels' own value for it
@@ -39,6 +44,8 @@ def flash_attention(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
     block_sizes: BlockSizes | None = None,
+    partition_spec: Sequence[Any] | None = None,
+    mesh: xs.Mesh | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention in memory linear in the sequence, differentiable in q, k, v, bias and sinks.
 
@@ -96,6 +103,12 @@ def flash_attention(
         kv_lens: ``[batch]``, likewise: keys from there on are seen by none.
         return_lse: also return the logarithm of the softmax denominator.
         block_sizes: tiling of the kernels, default chosen by hardware and shapes; ignored off XLA.
+        partition_spec: of an SPMD program, how ``q`` lies on the mesh: what ``mark_sharding`` is told of it,
+            four entries. Default is by names, where there is a global mesh: batch over its axes ``data`` and
+            ``fsdp``, heads over ``tensor``, the sequence over ``context``; or the placement that
+            ``use_attention_placement`` has set, which also says by which method and in which order a sequence
+            is sharded. Ignored off XLA.
+        mesh: the mesh of ``partition_spec``, or by whose axes' names to shard; default the global mesh.
 
     Integers of 64 bits are cast to 32, slopes and sinks to float32 (float64 where ``q`` is).
 
@@ -146,7 +159,8 @@ def flash_attention(
     )
     operands = _cast(operands, q.dtype)
     if q.device.type == "xla":
-        o, lse = kernel_attention(q, k, v, operands, spec, return_lse)
+        placement = placement_of_call(partition_spec, mesh)
+        o, lse = kernel_attention(q, k, v, operands, spec, return_lse, placement)
     else:
         o, lse = _eager(q, k, v, operands, spec)
     return (o, lse) if return_lse else o

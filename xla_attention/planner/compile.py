@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import jax
 
-from xla_attention.bridge import lower
+from xla_attention.bridge import Sharding, lower
 from xla_attention.planner.cycles import DUMPS_READ, KernelCycles, count_cycles, counter_version
 from xla_attention.planner.topology import Topology
 
@@ -34,7 +35,7 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler said of one function on one chip.
+    """What the compiler said of one function on one chip, or on each of those that it is sharded over.
 
     Attributes:
         seconds: time of the compilation, when it was made.
@@ -58,10 +59,11 @@ def compile_for_tpu(
     avals: Sequence[jax.ShapeDtypeStruct],
     topology: Topology,
     *,
+    sharding: Sharding | None = None,
     dump_to: Path | None = None,
     cycles: bool = False,
 ) -> Compiled:
-    """Compiles ``fn`` for one chip of ``topology``, in a process of its own.
+    """Compiles ``fn`` for one chip of ``topology``, or several, in a process of its own.
 
     Results, refusals among them, are kept by content in ``cache_folder()``: the lowered module, libtpu's
     version and flags, and the topology.
@@ -70,14 +72,19 @@ def compile_for_tpu(
         fn: a JAX function of arrays alone.
         avals: shape and dtype of each argument.
         topology: whose chip to compile for.
+        sharding: how arguments and results lie on as many chips of it; ``fn`` is then given one chip's parts.
         dump_to: a folder for the compiler's text dumps, optimized HLO and each kernel's VLIW bundles; made if
             it is missing. Compiles even if the result is cached.
         cycles: count the static cycles of the kernels.
 
     Raises:
         CompileError: the compiler refused, or died.
+        ValueError: a sharding over more chips than there are.
     """
-    module = lower(fn, avals, "tpu").mlir_module_serialized
+    devices = math.prod(size for _, size in sharding.axes) if sharding else 1
+    if devices > topology.chips:
+        raise ValueError(f"topology: {topology} has {topology.chips} chips, needs {devices}")
+    module = lower(fn, avals, "tpu", sharding).mlir_module_serialized
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     entry = cache_folder() / "compile" / f"{_key(module, libtpu_version(), topology, flags)}.json"
     if dump_to is None and entry.exists():
@@ -91,7 +98,7 @@ def compile_for_tpu(
             flags += f" --xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
         if dump_to is None and cycles:
             flags += f" --xla_jf_dump_llo_pass_label_regex={DUMPS_READ}"
-        answer = _run_worker(module, topology, flags)
+        answer = _run_worker(module, topology, devices, flags)
         if cycles and "error" not in answer:
             answer["kernels"] = [
                 dataclasses.asdict(kernel) for kernel in count_cycles(Path(folder), topology.hardware)
@@ -99,6 +106,45 @@ def compile_for_tpu(
             answer["counted"] = counter_version()
     write_atomically(entry, json.dumps(answer))
     return _compiled(answer, topology, cached=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler made of a program over all chips of a slice.
+
+    Attributes:
+        compiled: time, and memory of one chip.
+        hlo: text of the optimized, partitioned module.
+    """
+
+    compiled: Compiled
+    hlo: str
+
+
+def compile_step(module: bytes, topology: Topology) -> CompiledStep:
+    """Partitions a program over all chips of ``topology`` and compiles it, in a process of its own.
+
+    Results are kept as those of :func:`compile_for_tpu` are.
+
+    Args:
+        module: a serialized HLO module with sharding annotations, as torch_xla stages it.
+        topology: whose chips are the devices, in their order.
+
+    Raises:
+        CompileError: the compiler refused, or died.
+    """
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    entry = cache_folder() / "compile" / f"{_key(module, libtpu_version(), topology, flags, 'step')}.json"
+    text = entry.with_suffix(".hlo")
+    cached = entry.exists() and text.exists()
+    if cached:
+        answer = json.loads(entry.read_text())
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".hlo") as hlo:
+            answer = _run_worker(module, topology, topology.chips, flags, hlo.name)
+            write_atomically(text, Path(hlo.name).read_text())
+        write_atomically(entry, json.dumps(answer))
+    return CompiledStep(_compiled(answer, topology, cached=cached), text.read_text())
 
 
 def libtpu_version() -> str:
@@ -116,13 +162,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XLA_ATTENTION_CACHE") or Path.home() / ".cache" / "xla-attention")
 
 
-def _run_worker(module: bytes, topology: Topology, flags: str) -> dict[str, Any]:
+def _run_worker(module: bytes, topology: Topology, devices: int, flags: str, *hlo: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".mlir") as file:
         file.write(module)
         file.flush()
         options = json.dumps(topology.jax_options())
         process = subprocess.run(
-            [sys.executable, "-m", "xla_attention.planner.compile_worker", file.name, options],
+            [
+                *(sys.executable, "-m", "xla_attention.planner.compile_worker"),
+                *(file.name, options, str(devices), *hlo),
+            ],
             env={**os.environ, **_ENVIRONMENT, "LIBTPU_INIT_ARGS": flags},
             capture_output=True,
             text=True,

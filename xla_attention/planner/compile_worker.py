@@ -1,10 +1,12 @@
-"""Compiles one StableHLO module for a TPU that is not attached, in a process of its own.
+"""Compiles one module for a TPU that is not attached, in a process of its own.
 
-    python -m xla_attention.planner.compile_worker MODULE OPTIONS
+    python -m xla_attention.planner.compile_worker MODULE OPTIONS DEVICES [HLO]
 
-``MODULE`` is a file with a serialized portable StableHLO module for one device, ``OPTIONS`` the arguments of
-``get_topology_desc`` as JSON. Prints one line of JSON: the compile time and memory, or the compiler's error.
-libtpu reads its flags once, from the environment, when it is loaded: hence the process.
+``MODULE`` is a file with a serialized portable StableHLO module; or, where ``HLO`` is given, with an HLO
+module, whose optimized text goes into that file. ``OPTIONS`` are the arguments of ``get_topology_desc`` as
+JSON, ``DEVICES`` is the number of devices that the module is partitioned over. Prints one line of JSON: the
+compile time and memory of a device, or the compiler's error. libtpu reads its flags once, from the
+environment, when it is loaded: hence the process.
 """
 
 import json
@@ -14,21 +16,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax._src.interpreters import mlir
 from jax.experimental import topologies
 from jaxlib import _jax, xla_client
+from jaxlib.mlir import ir
 
 
-def compile_module(module: bytes, options: dict[str, Any]) -> dict[str, Any]:
-    device = topologies.get_topology_desc(**options).devices[0]
+def compile_module(
+    module: bytes, options: dict[str, Any], count: int, hlo: Path | None = None
+) -> dict[str, Any]:
+    devices = topologies.get_topology_desc(**options).devices[:count]
     compile_options = xla_client.CompileOptions()
-    assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
-    compile_options.executable_build_options.device_assignment = assignment
+    build = compile_options.executable_build_options
+    build.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in devices]]))
+    compile_options.num_partitions = build.num_partitions = count
+    if count > 1:
+        build.use_spmd_partitioning = True
+        # As torch_xla compiles: what has no annotation lies as its neighbours do.
+        build.allow_spmd_sharding_propagation_to_parameters = [True]
+        build.allow_spmd_sharding_propagation_to_output = [True]
+    if hlo:
+        module = _to_stablehlo(module)
     start = time.perf_counter()
     try:
-        executable = device.client.compile(module, _jax.DeviceList((device,)), compile_options)
+        executable = devices[0].client.compile(module, _jax.DeviceList(tuple(devices)), compile_options)
     except _jax.XlaRuntimeError as error:
         return {"error": str(error)}
     seconds = time.perf_counter() - start
+    if hlo:
+        hlo.write_text(executable.hlo_modules()[0].to_string())
     memory = executable.get_compiled_memory_stats()
     return {
         "seconds": seconds,
@@ -38,5 +54,13 @@ def compile_module(module: bytes, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _to_stablehlo(module: bytes) -> bytes:
+    text = _jax.mlir.xla_computation_to_mlir_module(_jax.XlaComputation(module))
+    with mlir.make_ir_context():
+        return mlir.module_to_bytecode(ir.Module.parse(text))
+
+
 if __name__ == "__main__":
-    print(json.dumps(compile_module(Path(sys.argv[1]).read_bytes(), json.loads(sys.argv[2]))))
+    module, options, devices, *hlo = sys.argv[1:]
+    answer = compile_module(Path(module).read_bytes(), json.loads(options), int(devices), *map(Path, hlo))
+    print(json.dumps(answer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -41,6 +42,11 @@ class Topology:
 
     def __str__(self) -> str:
         return f"{self.generation}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def chips(self) -> int:
+        """Devices of an SPMD program on it."""
+        return math.prod(self.shape)
 
     @property
     def hardware(self) -> Hardware:

@@ -8,29 +8,44 @@ One checkpoint is one folder:
         training.json           step, data position, fingerprint of the data
         config.yaml             the whole configuration of the run
 
+A sharded run writes weights and optimizer state in parts instead, into `state/` (`sharded_state.py`), while
+it trains on; `export_model` makes a Hugging Face folder of them.
+
 It is written under a temporary name and renamed when it is on the disk: a folder with the final name is
 complete.
 """
 
+import functools
 import json
 import shutil
+from collections.abc import Callable, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from xla_attention.atomic import atomic_folder
-from xla_attention.models import load_model_config, save_model
+from xla_attention.models import build_model, load_model, load_model_config, save_model
+from xla_attention.models.causal_lm import CausalLM
+from xla_attention.models.checkpoint import save_description
 from xla_attention.models.config import ModelConfig
 from xla_attention.text import Tokenizer
+from xla_attention.training import sharded_state
 from xla_attention.training.config import ConfigError, TrainConfig, load_config, save_config
 from xla_attention.training.optimizer import copy_to_device, named_state
+from xla_attention.training.processes import barrier, process_index
+from xla_attention.training.scan_layers import stack_layers, unstacked
 from xla_attention.training.state import TrainState, random_state, set_random_state, sync
 
+if TYPE_CHECKING:
+    from xla_attention.sharding.sharding import Sharding
+
 PREFIX = "step-"
-# With the data, these decide what a saved position means.
-MUST_AGREE = ("seq_len", "seed")
+# With the data, the first two decide what a saved position means; the last, how the state is kept.
+MUST_AGREE = ("seq_len", "seed", "scan_layers")
 
 
 class CheckpointError(OSError):
@@ -43,11 +58,15 @@ class CheckpointFolder:
     Args:
         folder: holds them; made when the first is saved.
         keep_last: older ones are deleted after each save.
+        sharding: of the run; None on one device.
     """
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
+    def __init__(self, folder: Path, keep_last: int, sharding: "Sharding | None" = None) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        self.sharding = sharding
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._being_written: Future[None] | None = None
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -57,50 +76,91 @@ class CheckpointFolder:
         """The newest complete checkpoint."""
         return next(reversed(self.all()), None)
 
-    def save(self, state: TrainState, config: TrainConfig, tokenizer: Tokenizer, data: str) -> Path:
+    def save(
+        self,
+        state: TrainState,
+        config: TrainConfig,
+        tokenizer: Tokenizer,
+        data: str,
+        background: bool = False,
+    ) -> Path:
         """Saves, then deletes what is older than the last `keep_last`. A step already saved is left as it is.
 
         Args:
             data: fingerprint of the training data.
+            background: a sharded run copies its state to the host, and returns while that is written.
 
         Raises:
-            CheckpointError: the disk is full or refuses. Earlier checkpoints and `state` are as they were.
+            CheckpointError: the disk is full or refuses, for this one, or for one begun in the background.
+                Earlier checkpoints and `state` are as they were.
         """
+        self.wait()
         final = self.folder / f"{PREFIX}{state.step:08d}"
         if final.exists():
             return final
+        if self.sharding:
+            write = _sharded_writer(state, config, tokenizer, data)
+        else:
+            write = functools.partial(_write, state=state, config=config, tokenizer=tokenizer, data=data)
+        if self.sharding and background:
+            self._being_written = self._writer.submit(self._publish, final, state.step, write)
+        else:
+            self._publish(final, state.step, write)
+        return final
+
+    def wait(self) -> None:
+        """Until a checkpoint begun in the background is written.
+
+        Raises:
+            CheckpointError: it cannot be.
+        """
+        being_written, self._being_written = self._being_written, None
+        if being_written:
+            being_written.result()
+
+    def _publish(self, final: Path, step: int, write: Callable[[Path], None]) -> None:
         try:
+            if process_index():  # the first process makes the folder, the others write their parts into it
+                barrier()
+                write(unfinished_name(final))
+                return
             self.remove_unfinished()
             with atomic_folder(final) as unfinished:
-                _write(unfinished, state, config, tokenizer, data)
+                barrier()
+                write(unfinished)
             for old in self.all()[: -self.keep_last]:
                 self._remove(old)
         except (OSError, SafetensorError) as error:
             latest = self.latest()
             kept = f"the last good one is {latest}" if latest else "there is none before it"
             raise CheckpointError(
-                f"the checkpoint of step {state.step} was not written to {self.folder}: {error}. "
+                f"the checkpoint of step {step} was not written to {self.folder}: {error}. "
                 f"Free space there or set another out_dir; {kept}"
             ) from error
-        return final
 
     def restore(self, checkpoint: Path, state: TrainState) -> None:
-        """Puts back everything but the model's weights, which the caller has loaded.
+        """Puts back everything that `model_to_restore` has not.
 
         Raises:
             ConfigError: the optimizer state is not that of this optimizer and model.
         """
         saved = load_file(checkpoint / "training.safetensors")
         random = {key: saved.pop(f"random.{key}") for key in ("host", "device") if f"random.{key}" in saved}
-        here = named_state(state.model, state.optimizer)
-        if here.keys() != saved.keys():
-            example = sorted(here.keys() ^ saved.keys())[0]
-            raise ConfigError(
-                f"{checkpoint}: saved by another optimizer or model ({example} is in only one of them); "
-                "set optimizer.name as it was, or train into another out_dir"
-            )
-        for name, tensor in here.items():
-            copy_to_device(tensor, saved[name])
+        parts = checkpoint / "state"
+        if parts.is_dir():
+            here = sharded_state.named_tensors(state.model, state.optimizer)
+            _check_names(checkpoint, here.keys(), sharded_state.names_in(parts))
+        else:
+            here = named_state(state.model, state.optimizer)
+            _check_names(checkpoint, here.keys(), saved.keys())
+        if parts.is_dir() and self.sharding:
+            sharded_state.read_sharded(parts, here)
+        else:
+            whole = sharded_state.read_whole(parts, here) if parts.is_dir() else saved
+            for name, tensor in here.items():
+                copy_to_device(tensor, whole[name])
+        if self.sharding:
+            self.sharding.mark_state(state.model, state.optimizer)
         sync(state.device)  # before the generators are set: torch_xla's moves on with each
         set_random_state(random, state.device)
         progress = read_progress(checkpoint)
@@ -113,9 +173,54 @@ class CheckpointFolder:
 
     def _remove(self, checkpoint: Path) -> None:
         """Deletes a checkpoint; first its name, so that half of one never looks complete."""
-        doomed = checkpoint.with_name(f".{checkpoint.name}.tmp")
+        doomed = unfinished_name(checkpoint)
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is one of a run's checkpoints."""
+    return (folder / "training.json").is_file()
+
+
+def model_to_restore(checkpoint: Path) -> CausalLM:
+    """A checkpoint's model on the CPU, for `CheckpointFolder.restore`, which reads sharded weights itself."""
+    if not (checkpoint / "state").is_dir():
+        return load_model(checkpoint / "model")
+    return build_model(load_model_config(checkpoint / "model"), device="meta").to_empty(device="cpu")
+
+
+def load_weights(checkpoint: Path, *, dtype: torch.dtype | None = None) -> CausalLM:
+    """A checkpoint's model, on the CPU.
+
+    Args:
+        dtype: what to convert the weights to; None keeps that of the checkpoint.
+    """
+    if not (checkpoint / "state").is_dir():
+        return load_model(checkpoint / "model", dtype=dtype)
+    model = model_to_restore(checkpoint)
+    stacked = load_config(checkpoint / "config.yaml").scan_layers
+    if stacked:
+        stack_layers(model)
+    parameters = {sharded_state.PARAMETERS + name: p.detach() for name, p in model.named_parameters()}
+    for name, value in sharded_state.read_whole(checkpoint / "state", parameters).items():
+        parameters[name].copy_(value)
+    model = unstacked(model) if stacked else model
+    return model if dtype is None else model.to(dtype)
+
+
+def export_model(checkpoint: Path, folder: Path, tokenizer: Tokenizer) -> None:
+    """Writes one Hugging Face folder of a checkpoint, sharded or not.
+
+    Raises:
+        FileExistsError: `folder` exists and is not empty.
+    """
+    save_model(load_weights(checkpoint), folder, tokenizer=tokenizer)
+
+
+def unfinished_name(final: Path) -> Path:
+    """Where `atomic_folder` keeps what is to become `final`."""
+    return final.with_name(f".{final.name}.tmp")
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
@@ -156,12 +261,50 @@ def check_fits(checkpoint: Path, model: ModelConfig, config: TrainConfig, data: 
 
 
 def _write(folder: Path, state: TrainState, config: TrainConfig, tokenizer: Tokenizer, data: str) -> None:
-    save_model(state.model, folder / "model", tokenizer=tokenizer)
-    tensors = named_state(state.model, state.optimizer)
-    tensors |= {f"random.{key}": value for key, value in random_state(state.device).items()}
+    model = unstacked(state.model) if config.scan_layers else state.model
+    save_model(model, folder / "model", tokenizer=tokenizer)
+    tensors = named_state(state.model, state.optimizer) | _random(state)
     save_file(
         {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "training.safetensors"
     )
-    progress = {"step": state.step, "position": state.position, "data": data}
+    _write_rest(folder, _progress(state, data), config)
+
+
+def _sharded_writer(
+    state: TrainState, config: TrainConfig, tokenizer: Tokenizer, data: str
+) -> Callable[[Path], None]:
+    """Copies the state to the host, and returns what writes it without touching a device."""
+    on_host = sharded_state.to_host(sharded_state.named_tensors(state.model, state.optimizer))
+    random, progress = _random(state), _progress(state, data)
+
+    def write(folder: Path) -> None:
+        sharded_state.write(folder / "state", on_host)
+        if process_index():
+            return
+        save_description(state.model.config, folder / "model", tokenizer)
+        save_file(random, folder / "training.safetensors")
+        _write_rest(folder, progress, config)
+
+    return write
+
+
+def _random(state: TrainState) -> dict[str, torch.Tensor]:
+    return {f"random.{key}": value for key, value in random_state(state.device).items()}
+
+
+def _progress(state: TrainState, data: str) -> dict[str, Any]:
+    return {"step": state.step, "position": state.position, "data": data}
+
+
+def _write_rest(folder: Path, progress: dict[str, Any], config: TrainConfig) -> None:
     (folder / "training.json").write_text(json.dumps(progress), encoding="utf-8")
     save_config(config, folder / "config.yaml")
+
+
+def _check_names(checkpoint: Path, here: Set[str], saved: Set[str]) -> None:
+    if here != saved:
+        example = sorted(here ^ saved)[0]
+        raise ConfigError(
+            f"{checkpoint}: saved by another optimizer or model ({example} is in only one of them); "
+            "set optimizer.name as it was, or train into another out_dir"
+        )

@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from xla_attention.sharding.config import ShardingConfig
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says which key, and what is allowed."""
@@ -116,8 +118,11 @@ class TrainConfig(Section):
         compute_dtype: `float32` multiplies in float32, for which a TPU takes six bfloat16 passes. `bfloat16`
             computes in bfloat16 with float32 parameters, gradients and optimizer state.
         activation_checkpointing: blocks whose activations are recomputed in the backward pass: `none`,
-            `full` (all), or a number n (every n-th).
+            `full` (all), or a number n (every n-th). With `scan_layers` also `selective`: of each block, what
+            costs less to compute than to keep.
+        scan_layers: run the blocks in a loop, so that the program does not grow with their number.
         log_interval: steps between two reports. Losses are fetched only then.
+        sharding: how model and batch lie on several devices; `batch_size` is that of all of them.
         device: `xla` is the TPU if there is one, else the CPU through XLA; `eager` is plain torch on the CPU.
     """
 
@@ -130,19 +135,39 @@ class TrainConfig(Section):
     steps: PositiveInt
     optimizer: OptimizerConfig = OptimizerConfig()
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
+    activation_checkpointing: Literal["none", "full", "selective"] | PositiveInt = "none"
+    scan_layers: bool = False
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_interval: PositiveInt = 10
     profile: ProfileConfig = ProfileConfig()
     seed: NonNegativeInt = 0
     device: Literal["xla", "eager"] = "xla"
+    sharding: ShardingConfig = ShardingConfig()
     out_dir: Path
 
     @model_validator(mode="after")
     def _something_to_evaluate_on(self) -> "TrainConfig":
         if self.eval.interval and not self.data.eval and self.data.held_out == 0:
             raise ValueError("eval.interval needs held-out data: give data.eval, or data.held_out above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _devices_to_shard_over(self) -> "TrainConfig":
+        if self.device == "eager" and self.sharding.strategy != "none":
+            raise ValueError("sharding.strategy needs device xla, got eager")
+        return self
+
+    @model_validator(mode="after")
+    def _loop_over_layers(self) -> "TrainConfig":
+        if self.scan_layers and self.device == "eager":
+            raise ValueError("scan_layers needs device xla, got eager")
+        if self.scan_layers and isinstance(self.activation_checkpointing, int):
+            raise ValueError("with scan_layers, activation_checkpointing is none, selective or full")
+        if not self.scan_layers and self.activation_checkpointing == "selective":
+            raise ValueError("activation_checkpointing=selective needs scan_layers=true")
+        if self.scan_layers and self.optimizer.name == "adafactor":
+            raise ValueError("scan_layers needs optimizer adamw: adafactor's steps depend on whole weights")
         return self
 
     @property
@@ -212,6 +237,9 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
         raw["model"] = anchor(raw["model"])
     if raw.get("tokenizer", "bytes") != "bytes":
         raw["tokenizer"] = anchor(raw["tokenizer"])
+    sharding = raw.get("sharding")
+    if isinstance(sharding, dict) and Path(str(sharding.get("strategy"))).suffix in (".yaml", ".yml"):
+        sharding["strategy"] = anchor(sharding["strategy"])
     data = raw.get("data")
     for key in ("train", "eval"):
         if isinstance(data, dict) and isinstance(data.get(key), list):
@@ -258,8 +286,8 @@ def _explain(error: ValidationError, source: str) -> str:
     return "\n".join([f"{source} cannot be used:", *(f"  {line}" for line in lines)])
 
 
-def _section_at(where: Sequence[str]) -> type[Section]:
-    section: type[Section] = TrainConfig
+def _section_at(where: Sequence[str]) -> type[BaseModel]:
+    section: type[BaseModel] = TrainConfig
     for name in where:
         section = section.model_fields[name].annotation
     return section

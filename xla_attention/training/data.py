@@ -8,12 +8,14 @@ import fnmatch
 import functools
 import glob
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from xla_attention.ops.placement import to_zigzag
 from xla_attention.text import Tokenizer
 from xla_attention.training.config import ConfigError, DataConfig, expand_stdlib
 
@@ -73,16 +75,14 @@ class Batch:
         labels: [batch, seq_len] int64: the token that follows, or -100 where it begins another document.
         segment_ids: [batch, seq_len] int32, which count the documents of a row from 0; None where documents
             see each other.
+        position_ids: [batch, seq_len] int32, the place of each token in its document; None where tokens are
+            in their natural order.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     segment_ids: np.ndarray | None
-
-    @property
-    def targets(self) -> int:
-        """Tokens to predict."""
-        return int((self.labels >= 0).sum())
+    position_ids: np.ndarray | None = None
 
 
 def as_batch(blocks: np.ndarray, end_id: int | None) -> Batch:
@@ -100,6 +100,21 @@ def as_batch(blocks: np.ndarray, end_id: int | None) -> Batch:
     return Batch(input_ids, np.where(ends, -100, labels), documents_before.astype(np.int32))
 
 
+def in_zigzag(batch: Batch, shards: int) -> Batch:
+    """The batch in the order in which shards of the sequence hold it; see `ops.placement.to_zigzag`."""
+    places = np.broadcast_to(np.arange(batch.input_ids.shape[1]), batch.input_ids.shape)
+    starts = np.zeros_like(places)
+    if batch.segment_ids is not None:
+        begins = np.diff(batch.segment_ids, axis=1, prepend=0) != 0
+        starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    positions = (places - starts).astype(np.int32)
+
+    def reordered(array: np.ndarray | None) -> np.ndarray | None:
+        return None if array is None else to_zigzag(torch.from_numpy(array), shards).numpy()
+
+    return Batch(*map(reordered, (batch.input_ids, batch.labels, batch.segment_ids, positions)))
+
+
 def document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
     """The id that ends a document, or None if documents see each other.
 
@@ -114,26 +129,36 @@ def document_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
     return None if config.mask_documents is False else tokenizer.eos_id
 
 
-def training_batch(data: PackedTokens, batch_size: int, position: int, seed: int) -> np.ndarray:
+def training_batch(
+    data: PackedTokens, batch_size: int, position: int, seed: int, rows: Iterable[int] | None = None
+) -> np.ndarray:
     """The batch that starts at a position of the endless, shuffled row of blocks.
 
     Args:
         position: sequences taken before, over all epochs.
         seed: with the epoch, sets that epoch's order.
+        rows: those of the batch that this process is to load; None for all.
 
     Returns:
-        [batch_size, seq_len + 1] int64.
+        [batch_size or len(rows), seq_len + 1] int64.
     """
-    places = (divmod(position + i, data.blocks) for i in range(batch_size))
+    rows = range(batch_size) if rows is None else rows
+    places = (divmod(position + int(row), data.blocks) for row in rows)
     return data.take([_order(data.blocks, seed, epoch)[place] for epoch, place in places])
 
 
-def evaluation_batches(data: PackedTokens, batch_size: int, batches: int) -> Iterator[np.ndarray]:
-    """At most `batches` batches, spread evenly over the held-out blocks: the same at every evaluation."""
+def evaluation_batches(
+    data: PackedTokens, batch_size: int, batches: int, rows: Iterable[int] | None = None
+) -> Iterator[np.ndarray]:
+    """At most `batches` batches, spread evenly over the held-out blocks: the same at every evaluation.
+
+    Args:
+        rows: those of each batch that this process is to load; None for all.
+    """
     count = min(batches, data.blocks // batch_size)
     places = np.linspace(0, data.blocks - 1, count * batch_size).astype(int)
     for batch in places.reshape(count, batch_size):
-        yield data.take(batch)
+        yield data.take(batch if rows is None else batch[rows])
 
 
 def load_data(

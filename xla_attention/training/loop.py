@@ -1,21 +1,25 @@
 """The training loop."""
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor, nn
 
+from xla_attention.sharding.sharding import start_spmd
 from xla_attention.training.checkpoint import CheckpointError
 from xla_attention.training.config import TrainConfig
-from xla_attention.training.data import as_batch, evaluation_batches, training_batch
 from xla_attention.training.interrupt import StopRequest
 from xla_attention.training.metrics import Metrics, peak_of
 from xla_attention.training.optimizer import learning_rate, set_learning_rate
+from xla_attention.training.processes import folder_of_process, process_index
 from xla_attention.training.profiling import StepProfiler
-from xla_attention.training.run import Run, erase, exclusive, prepare
+from xla_attention.training.run import DeviceBatch, Run, erase, exclusive, prepare
 from xla_attention.training.state import sync
 
 
@@ -51,17 +55,19 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
         CheckpointError: the last checkpoint cannot be written.
         DivergedError: the loss is no longer finite; no checkpoint is written after that.
     """
-    console = console or Console()
-    with StopRequest() as stop, exclusive(config.out_dir):
-        if fresh:
+    start_spmd(config.sharding)  # before anything asks which process this is
+    console = console or Console(quiet=process_index() > 0)
+    with StopRequest() as stop, exclusive(folder_of_process(config.out_dir)):
+        if fresh and process_index() == 0:
             erase(config.out_dir)
         run = prepare(config, console)
-        with _metrics(run, console) as metrics:
+        with _metrics(run, console) as metrics, run.attention():
             _train_steps(run, metrics, console, stop)
             eval_loss = None
             if run.held_out and not stop.signal:
                 eval_loss = evaluate(run)
                 metrics.evaluated(run.state.step, eval_loss)
+            _or_warn(run.checkpoints.wait, console)
             checkpoint = run.save()
     return TrainResult(run.state.step, eval_loss, checkpoint, stop.signal)
 
@@ -91,22 +97,28 @@ def _train_steps(run: Run, metrics: Metrics, console: Console, stop: StopRequest
 
 
 def train_step(run: Run) -> tuple[Tensor, Tensor]:
-    """One optimizer step: forward and backward of each micro batch, clipping, update.
+    """One optimizer step, with the batches that are next.
 
     Returns:
         Loss, and norm of the gradient before clipping: scalars that the device is still computing.
     """
-    config, model, optimizer = run.config, run.state.model, run.state.optimizer
-    positions = (run.state.position + micro * config.batch_size for micro in range(config.grad_accumulation))
-    batches = [
-        as_batch(training_batch(run.train_data, config.batch_size, position, config.seed), run.end_id)
-        for position in positions
-    ]
-    targets = [batch.targets for batch in batches]
+    loss, grad_norm = record_step(run, run.training_batches())
+    sync(run.device)
+    return loss, grad_norm
+
+
+def record_step(run: Run, batches: Sequence[DeviceBatch]) -> tuple[Tensor, Tensor]:
+    """Forward and backward of each micro batch, clipping, update, as `train_step` does them.
+
+    On XLA nothing is run, but all micro batches up to the last where there are several.
+    """
+    config, model = run.config, run.state.model
+    targets = torch.stack([batch.targets for batch in batches])
+    shares = targets / targets.sum().clamp_min(1)
+    if config.grad_accumulation > 1:
+        sync(run.device)
     losses = []
-    for batch, count in zip(batches, targets):
-        # A share of the step's targets. It is data: as a number, it would compile each step anew.
-        share = torch.tensor(count / max(1, sum(targets)), dtype=torch.float32).to(run.device)
+    for batch, share in zip(batches, shares):
         loss = run.loss(batch) * share
         loss.backward()
         losses.append(loss.detach())
@@ -114,23 +126,20 @@ def train_step(run: Run) -> tuple[Tensor, Tensor]:
             sync(run.device)  # one program for each micro batch, rather than one that holds them all
     max_norm = config.optimizer.max_grad_norm or float("inf")
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
-    optimizer.step()
-    optimizer.zero_grad()
-    loss = torch.stack(losses).sum()
-    sync(run.device)
-    return loss, grad_norm
+    run.update()
+    return torch.stack(losses).sum(), grad_norm
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> float:
     """Mean loss over the targets of the held-out batches, in nats per token."""
     losses, targets = [], []
-    for blocks in evaluation_batches(run.held_out, run.config.batch_size, run.config.eval.batches):
-        batch = as_batch(blocks, run.end_id)
+    for batch in run.evaluation_batches():
         losses.append(run.loss(batch))
         targets.append(batch.targets)
         sync(run.device)
-    return sum(loss.item() * count for loss, count in zip(losses, targets)) / max(1, sum(targets))
+    counts = [count.item() for count in targets]
+    return sum(loss.item() * count for loss, count in zip(losses, counts)) / max(1, sum(counts))
 
 
 def _due(interval: int | None, step: int) -> bool:
@@ -139,8 +148,13 @@ def _due(interval: int | None, step: int) -> bool:
 
 def _save_or_warn(run: Run, console: Console) -> None:
     """A checkpoint that cannot be written must not cost the training that is in memory."""
+    _or_warn(run.checkpoints.wait, console)
+    _or_warn(functools.partial(run.save, background=True), console)
+
+
+def _or_warn(save: Callable[[], Any], console: Console) -> None:
     try:
-        run.save()
+        save()
     except CheckpointError as error:
         console.print(f"[bold red]warning:[/] {escape(str(error))}; training goes on")
 
@@ -148,12 +162,12 @@ def _save_or_warn(run: Run, console: Console) -> None:
 def _metrics(run: Run, console: Console) -> Metrics:
     config = run.config
     return Metrics(
-        config.out_dir,
+        folder_of_process(config.out_dir),
         console,
         first_step=run.state.step,
         steps=config.steps,
         log_interval=config.log_interval,
         tokens_per_step=config.tokens_per_step,
         flops_per_token=run.state.model.flops_per_token(config.seq_len),
-        peak=peak_of(run.device),
+        peak=peak_of(run.device, run.sharding.mesh.size() if run.sharding else 1),
     )

@@ -24,13 +24,14 @@ class Peak:
     what: str
 
 
-def peak_of(device: torch.device) -> Peak:
-    """A TPU's bf16 peak; on the CPU, what a large float32 matrix product reaches there (measured now)."""
+def peak_of(device: torch.device, chips: int = 1) -> Peak:
+    """The bf16 peak of TPU chips; on the CPU, what a large float32 matrix product reaches there (measured
+    now), however many virtual devices share it."""
     if device.type == "xla":
         from xla_attention.device import hardware
 
         if not hardware().interpret:
-            return Peak(hardware().peak_flops, f"the bf16 peak of TPU {hardware().name}")
+            return Peak(chips * hardware().peak_flops, f"the bf16 peak of {chips} TPU {hardware().name}")
     return Peak(_matmul_flops(), "a float32 matrix product on this CPU, timed just now")
 
 

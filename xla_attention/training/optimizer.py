@@ -9,6 +9,7 @@ import math
 import torch
 from torch import nn
 
+from xla_attention.models.causal_lm import CausalLM
 from xla_attention.training.adafactor import Adafactor
 from xla_attention.training.config import OptimizerConfig
 
@@ -29,15 +30,22 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: CausalLM, config: OptimizerConfig, *, stacked: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer of a model that is already on its device, with its state made and zero.
 
     Matrices and embeddings are decayed; vectors (norms, biases) are not.
+
+    Args:
+        stacked: the weights of all layers are one tensor each, `[layers, ...]`.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    of_layers = {id(p) for p in model.blocks.parameters()} if stacked else set()
+    matrices = {id(p) for p in parameters if p.dim() - (id(p) in of_layers) > 1}
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if id(p) in matrices], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
     ]
     lr = torch.zeros((), device=parameters[0].device)
     if config.name == "adafactor":

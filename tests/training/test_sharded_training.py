@@ -1,0 +1,78 @@
+"""Training over 8 virtual devices is training on one."""
+
+import json
+
+import pytest
+import torch
+from small import GPT, LLAMA
+from spmd import run_spmd
+
+from xla_attention.training.checkpoint import load_weights
+
+MODELS = {
+    "llama": LLAMA | {"vocab_size": 264, "hidden_size": 64, "num_attention_heads": 4},
+    "gpt2": GPT | {"vocab_size": 264, "n_embd": 64, "n_head": 4},
+}
+STRATEGIES = ("replicated", "fsdp", "2d", "hsdp", "fsdp_context")
+
+TRAIN = """
+from pathlib import Path
+from small import QUIET, config
+from xla_attention.training.loop import train
+
+for strategy in VARIABLES["strategies"]:
+    folder = Path(VARIABLES["folder"]) / strategy
+    sharding = {"strategy": strategy, "mesh": VARIABLES["mesh"]}
+    train(
+        config(folder, model=VARIABLES["model"], batch_size=8, steps=VARIABLES["steps"], sharding=sharding,
+               data={"train": ["{stdlib}/json/*.py"], "mask_documents": True, "held_out": 0.0}),
+        QUIET,
+    )
+print(json.dumps(None))
+"""
+
+
+def train(folder, devices, strategies, model, steps, mesh=None):
+    """Losses and final weights under each strategy."""
+    run_spmd(
+        TRAIN, devices, folder=str(folder), strategies=strategies, model=model, steps=steps, mesh=mesh or {}
+    )
+    results = {}
+    for strategy in strategies:
+        records = map(json.loads, (folder / strategy / "metrics.jsonl").read_text().splitlines())
+        losses = [record["loss"] for record in records]
+        checkpoint = folder / strategy / "checkpoints" / f"step-{steps:08d}"
+        results[strategy] = torch.tensor(losses), load_weights(checkpoint).state_dict()
+    return results
+
+
+def check_equals_one_device(tmp_path, model, strategies, steps):
+    """Float32 sums in another order: losses to 1e-4.
+
+    Weights to a tenth of what a step moves them: Adam divides a gradient by its own size, rounding included.
+    """
+    one = train(tmp_path / "one", 1, ["none"], MODELS[model], steps)["none"]
+    for strategy, (losses, weights) in train(tmp_path, 8, strategies, MODELS[model], steps).items():
+        torch.testing.assert_close(losses, one[0], atol=1e-4, rtol=0, msg=lambda m, s=strategy: f"{s}: {m}")
+        assert weights.keys() == one[1].keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(
+                weight, one[1][name], atol=3e-4, rtol=0, msg=lambda m, n=name, s=strategy: f"{s}: {n}: {m}"
+            )
+
+
+@pytest.mark.parametrize(("model", "strategies"), [("llama", STRATEGIES), ("gpt2", ("2d", "fsdp_context"))])
+def test_a_few_steps_under_each_strategy(tmp_path, model, strategies):
+    check_equals_one_device(tmp_path, model, strategies, steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_50_steps_under_each_strategy(tmp_path, model):
+    check_equals_one_device(tmp_path, model, STRATEGIES, steps=50)
+
+
+@pytest.mark.slow
+def test_a_few_steps_under_auto(tmp_path):
+    """In a process of its own: XLA's auto-sharding is a setting of the whole process."""
+    check_equals_one_device(tmp_path, "llama", ["auto"], steps=4)

@@ -18,7 +18,13 @@ from typing import Any
 import jax
 
 from xla_attention.bridge import lower
-from xla_attention.planner.cycles import DUMPS_READ, KernelCycles, count_cycles, counter_version
+from xla_attention.planner.cycles import (
+    DUMPS_READ,
+    KernelCycles,
+    count_cycles,
+    counter_version,
+    kernel_operands,
+)
 from xla_attention.planner.topology import Topology
 
 _ENVIRONMENT = {
@@ -93,9 +99,9 @@ def compile_for_tpu(
             flags += f" --xla_jf_dump_llo_pass_label_regex={DUMPS_READ}"
         answer = _run_worker(module, topology, flags)
         if cycles and "error" not in answer:
-            answer["kernels"] = [
-                dataclasses.asdict(kernel) for kernel in count_cycles(Path(folder), topology.hardware)
-            ]
+            known = kernel_operands(fn, avals)
+            counts = count_cycles(Path(folder), topology.hardware, known)
+            answer["kernels"] = [dataclasses.asdict(kernel) for kernel in counts]
             answer["counted"] = counter_version()
     write_atomically(entry, json.dumps(answer))
     return _compiled(answer, topology, cached=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,28 +60,29 @@ def kernels_in(folder: Path) -> list[KernelFiles]:
 
 
 def count_cycles(
-    folder: Path, hardware: Hardware, operands: Mapping[int, np.ndarray] | None = None
+    folder: Path, hardware: Hardware, operands: Sequence[Mapping[int, np.ndarray]] = ()
 ) -> list[KernelCycles]:
     """Static cycles of every Mosaic kernel in a dump.
 
     Args:
         folder: filled by one compilation.
         hardware: that it was compiled for.
-        operands: contents of integer operands that are data, by index, the same for every kernel. Those that
-            are constants in the dumped HLO need not be given.
+        operands: contents of integer operands by index, for each kernel in order. Those that are constants in
+            the dumped HLO need not be given; if there are not as many as kernels, only those are known.
     """
-    given = dict(operands or {})
+    kernels = kernels_in(folder)
+    given = operands if len(operands) == len(kernels) else [{}] * len(kernels)
     modules = [parse_hlo(path.read_text()) for path in folder.glob("*-TLP-hlo.txt")]
     return [
         count(
             parse_bundles(kernel.bundles.read_text()),
             parse_utilization(kernel.utilization.read_text()),
             hardware,
-            [{**known, **given} for known in _calls(modules, kernel.name)],
+            [{**known, **mine} for known in _calls(modules, kernel.name)],
             name=kernel.name,
             op_name=kernel.op_name,
         )
-        for kernel in kernels_in(folder)
+        for kernel, mine in zip(kernels, given)
     ]
 
 

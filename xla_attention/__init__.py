@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     )
     from xla_attention.ops import flash_attention, segment_ids_from_lengths
 
+_OPS = (
+    "flash_attention",
+    "multi_queries_paged_attention",
+    "paged_attention",
+    "ragged_paged_attention",
+    "segment_ids_from_lengths",
+    "update_kv_pages",
+)
 _FLEX = ("BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks")
 __all__ = [
     "BlockMask",
@@ -28,16 +36,20 @@ __all__ = [
     "flash_attention",
     "flex_attention",
     "masks",
+    "multi_queries_paged_attention",
     "noop_mask",
     "or_masks",
+    "paged_attention",
     "pick_device",
+    "ragged_paged_attention",
     "segment_ids_from_lengths",
+    "update_kv_pages",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Imports torch and JAX on first use of what needs them: ``import xla_attention`` itself is quick."""
-    if name in ("flash_attention", "segment_ids_from_lengths"):
+    if name in _OPS:
         from xla_attention import ops
 
         return getattr(ops, name)

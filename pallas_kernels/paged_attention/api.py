@@ -183,6 +183,11 @@ def check_pages(q: Array, kv_pages: Array) -> int:
         raise ValueError(f"kv_pages: got {kv_heads} heads, which must divide the {heads} heads of q")
     if kv_pages.shape[1] not in PAGE_SIZES:
         raise ValueError(f"kv_pages: got pages of {kv_pages.shape[1]} tokens, allowed are {PAGE_SIZES}")
+    if kv_pages.dtype.itemsize == 1 and kv_pages.shape[1] < 32:
+        raise ValueError(
+            f"kv_pages: got pages of {kv_pages.shape[1]} tokens in {kv_pages.dtype}, which needs 32 or more: "
+            "their rows are packed by 32 in a TPU's memory"
+        )
     return kv_heads
 
 

@@ -58,7 +58,7 @@ def update_kv_pages(kv_pages: Array, kv: Array, slots: Int[Array, " t"], *, hard
             o[...] = pages[...]
 
         here = lax.broadcasted_iota(jnp.int32, (tile, width), 0) == row[n]
-        o[0] = jnp.where(here, jnp.broadcast_to(kv[0], (tile, width)), o[0])
+        o[0] = _narrow(jnp.where(here, _wide(kv[0]), _wide(o[0])), o.dtype)
 
     whole = pl.BlockSpec((1, tile, width), lambda n, tiles, row: (tiles[n], 0, 0))
     out = pl.pallas_call(
@@ -75,3 +75,13 @@ def update_kv_pages(kv_pages: Array, kv: Array, slots: Int[Array, " t"], *, hard
         name="update_kv_pages",
     )(tiles, row, kv[:, None], kv_pages.reshape(rows // tile, tile, width))
     return out.reshape(kv_pages.shape)
+
+
+def _wide(x: Array) -> Array:
+    """Elements of 8 bits as int32, which every TPU can select by; others as they are."""
+    return lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int32) if x.dtype.itemsize == 1 else x
+
+
+def _narrow(x: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of :func:`_wide`."""
+    return lax.bitcast_convert_type(x.astype(jnp.int8), dtype) if x.dtype != dtype else x

@@ -1,6 +1,23 @@
 """Attention operators for torch tensors."""
 
 from xla_attention.ops.flash import flash_attention
+from xla_attention.ops.paged import (
+    combine_kv_pages,
+    multi_queries_paged_attention,
+    paged_attention,
+    ragged_paged_attention,
+    split_kv_pages,
+    update_kv_pages,
+)
 from xla_attention.ops.segments import segment_ids_from_lengths
 
-__all__ = ["flash_attention", "segment_ids_from_lengths"]
+__all__ = [
+    "combine_kv_pages",
+    "flash_attention",
+    "multi_queries_paged_attention",
+    "paged_attention",
+    "ragged_paged_attention",
+    "segment_ids_from_lengths",
+    "split_kv_pages",
+    "update_kv_pages",
+]

@@ -76,7 +76,7 @@ def multi_queries_paged_attention(
     """
     seqs, q_len, heads, dim = q.shape
     check_pages(q, kv_pages)
-    blocks = _blocks(q_len, heads, dim, kv_pages, page_indices, hardware)
+    blocks = _blocks(q_len, heads, dim, kv_pages, page_indices, spec, hardware)
     kv_lens = _clip_lens(kv_lens, kv_pages, page_indices)
     n = jnp.full((seqs,), q_len, jnp.int32) if q_lens is None else jnp.clip(q_lens, 0, q_len)
     a_seq = -(-q_len // blocks.block_q)
@@ -145,11 +145,11 @@ def ragged_paged_attention(
     place = token - cu[owner]
     alive = (n[owner] > 0) & (place < n[owner]) & (place >= 0)
 
-    one = _blocks(1, heads, dim, kv_pages, page_indices, hardware)
+    one = _blocks(1, heads, dim, kv_pages, page_indices, spec, hardware)
     every = jnp.arange(seqs, dtype=jnp.int32)
     o = attend(one, every, jnp.zeros_like(every), jnp.where(n == 1, n, 0))[owner, 0]
     if total > 1:
-        many = _blocks(max(-(-total // seqs), 2), heads, dim, kv_pages, page_indices, hardware)
+        many = _blocks(max(-(-total // seqs), 2), heads, dim, kv_pages, page_indices, spec, hardware)
         a_seq = jnp.where(n > 1, -(-n // many.block_q), 0)
         ends = jnp.cumsum(a_seq)
         number = total // many.block_q + min(seqs, total // 2)
@@ -196,17 +196,27 @@ def _clip_lens(kv_lens: Array, kv_pages: Array, page_indices: Array) -> Array:
 
 
 def _blocks(
-    queries: int, heads: int, dim: int, kv_pages: Array, page_indices: Array, hardware: Hardware
+    queries: int,
+    heads: int,
+    dim: int,
+    kv_pages: Array,
+    page_indices: Array,
+    spec: PagedSpec,
+    hardware: Hardware,
 ) -> PagedBlocks:
+    page_size = kv_pages.shape[1]
+    if spec.block_kv is not None and (spec.block_kv < 1 or spec.block_kv % page_size):
+        raise ValueError(f"block_kv: got {spec.block_kv}, needs a multiple of the page size, {page_size}")
     return choose_blocks(
         queries=queries,
         heads=heads,
         kv_heads=kv_pages.shape[2] // (2 * dim),
         head_dim=dim,
-        page_size=kv_pages.shape[1],
+        page_size=page_size,
         pages_per_seq=page_indices.shape[1],
         kv_itemsize=kv_pages.dtype.itemsize,
         hardware=hardware,
+        block_kv=spec.block_kv,
     )
 
 

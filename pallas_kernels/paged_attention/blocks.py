@@ -41,6 +41,7 @@ def choose_blocks(
     pages_per_seq: int,
     kv_itemsize: int,
     hardware: Hardware,
+    block_kv: int | None = None,
 ) -> PagedBlocks:
     """Blocks for sequences of up to ``queries`` queries.
 
@@ -66,6 +67,7 @@ def choose_blocks(
     if queries > 1:
         block = min(block, max(256, _power_of_two_below(2**19 // rows)))
     block = max(min(block, _power_of_two(context)), page_size, LANES)
+    block = block_kv or block
     chunks = 2 if block >= 512 else 1
     limit = min(hardware.vmem_bytes * 7 // 8, 64 * MIB)
     return PagedBlocks(block_q, block, depth, chunks, at_once, limit)

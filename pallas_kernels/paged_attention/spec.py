@@ -21,6 +21,7 @@ class PagedSpec:
         scale: factor of the logits ``q k^T``.
         softcap: if given, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv:2408.00118).
         sliding_window: if given, a query sees that many keys, its own the last (Mistral, arXiv:2310.06825).
+        block_kv: keys of one buffer, a multiple of the page size; None lets the kernel choose.
 
     Raises:
         ValueError: ``sliding_window`` is below 1.
@@ -29,6 +30,7 @@ class PagedSpec:
     scale: float
     softcap: float | None = None
     sliding_window: int | None = None
+    block_kv: int | None = None
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and self.sliding_window < 1:

@@ -28,7 +28,7 @@ CACHES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A flat batch: ``(q_len, kv_len)`` of each sequence, ``dead`` more sequences, and rows of none behind."""
+    """A flat batch: ``(q_len, kv_len)`` of each sequence, ``dead`` more sequences, then rows of none."""
 
     lens: tuple[tuple[int, int], ...]
     heads: int = 4
@@ -42,11 +42,12 @@ class Case:
     cache: str = "float32"
     softcap: float | None = None
     sliding_window: int | None = None
+    block_kv: int | None = None
     seed: int = 0
 
     @property
     def spec(self):
-        return PagedSpec(self.dim**-0.5, self.softcap, self.sliding_window)
+        return PagedSpec(self.dim**-0.5, self.softcap, self.sliding_window, self.block_kv)
 
     def inputs(self):
         random = np.random.default_rng(self.seed)

@@ -1,8 +1,8 @@
 """The paged kernel in the simulator of a TPU's memories with two cores, under its race detector.
 
 The kernel starts its own copies, into a ring of buffers that runs on across sequences: a buffer that is
-filled again too early, or read before its pages have arrived, is a race. Scratch is NaN there, and a read out of
-bounds raises.
+filled again too early, or read before its pages have arrived, is a race. Scratch is NaN there, and a read
+out of bounds raises.
 """
 
 import dataclasses

@@ -78,7 +78,7 @@ def count_cycles(
             parse_bundles(kernel.bundles.read_text()),
             parse_utilization(kernel.utilization.read_text()),
             hardware,
-            [{**known, **_fitting(modules, kernel.name, operands)} for known in _calls(modules, kernel.name)],
+            [{**known, **mine} for known in _calls(modules, kernel.name)],
             name=kernel.name,
             op_name=kernel.op_name,
         )

@@ -20,6 +20,7 @@ class PagedBlocks:
         depth: buffers, of which one is computed with while the others are filled.
         chunks: steps of the online softmax in a block; logits of one overlap the softmax of the other.
         heads: kv heads in one matrix product, the others' queries being zero there.
+        transposed: compute S^T, P^T and O^T, of one head at a time; for rows that fill lanes.
         vmem_bytes: limit given to the compiler.
     """
 
@@ -28,6 +29,7 @@ class PagedBlocks:
     depth: int
     chunks: int
     heads: int
+    transposed: bool
     vmem_bytes: int
 
 
@@ -69,8 +71,9 @@ def choose_blocks(
     block = max(min(block, _power_of_two(context)), page_size, LANES)
     block = block_kv or block
     chunks = 2 if block >= 512 else 1
+    transposed = at_once == 1 and queries > 1 and block_q * group % LANES == 0
     limit = min(hardware.vmem_bytes * 7 // 8, 64 * MIB)
-    return PagedBlocks(block_q, block, depth, chunks, at_once, limit)
+    return PagedBlocks(block_q, block, depth, chunks, at_once, transposed, limit)
 
 
 def _power_of_two(n: int) -> int:

@@ -10,7 +10,8 @@ softmax of Milakov and Gimelshein, arXiv:1805.02867, in powers of two):
 
 Q of ``blocks.heads`` kv heads at once is spread to a block-diagonal matrix, so that their products are one
 with K as it lies in the pages. For one query a sequence that is all heads: few rows stream past K and V, and
-what is wasted is free. For many queries it is one head, and nothing is wasted.
+what is wasted is free. For many queries it is one head, and nothing is wasted; all is then computed
+transposed, as in flash attention's forward: the softmax reduces over sublanes, and P^T fills the MXU.
 
 In VMEM: ``depth`` buffers of ``block_kv`` tokens, a ring that runs on across blocks and sequences: the block
 ``depth - 1`` further is asked for before this one is awaited. A full block is awaited once (a DMA semaphore
@@ -82,9 +83,9 @@ class _Step:
     o: Any  # (1, sets, rows, D)
     buffers: Any  # (depth, block_kv, 2 * kv_heads * D)
     spread: Any  # (sets, rows, heads * D): Q, block-diagonal
-    acc: Any  # (sets, rows, heads * D) float32
-    m: Any  # (sets, rows, LANES) float32
-    total: Any  # (sets, rows, LANES) float32: l
+    acc: Any  # (sets, rows, heads * D) float32; transposed (sets, D, rows)
+    m: Any  # (sets, rows, LANES) float32; transposed (sets, 8, rows)
+    total: Any  # likewise: l
     ring: Any  # SMEM (4,): blocks asked for, cursor (query block, block of keys), blocks awaited
     arrived: Any  # DMA semaphores, one a buffer
     blocks: PagedBlocks
@@ -163,22 +164,30 @@ class _Step:
         rows = lax.broadcasted_iota(jnp.int32, (self.q.shape[2], columns), 0)
         return rows // (self.blocks.block_q * self.group)
 
-    def by_head(self, values: Any, set_: Any, columns: int = 1) -> Array:
-        """A column with the value of each row's kv head."""
-        first, head = set_ * self.blocks.heads, self.row_head(columns)
+    def by_head(self, values: Any, set_: Any) -> Array:
+        """The value of each row's kv head: a column, or of one head a number."""
+        first, head = set_ * self.blocks.heads, self.row_head(1)
+        if self.blocks.heads == 1:
+            return values[first]
         column = jnp.full(head.shape, values[first], jnp.float32)
         for n in range(1, self.blocks.heads):
             column = jnp.where(head == n, values[first + n], column)
         return column
 
-    def sink_column(self, set_: Any) -> Array:
-        """A column with the sink of each row's query head, in powers of two."""
-        rows = lax.broadcasted_iota(jnp.int32, (self.q.shape[2], LANES), 0)
-        query_head = self.row_head(LANES) * self.group + rows % self.group
-        column, of_set = jnp.zeros(rows.shape, jnp.float32), self.blocks.heads * self.group
+    def statistics(self, set_: Any) -> tuple[Array, Array]:
+        """m and l of each row: a column, or transposed a row."""
+        if self.blocks.transposed:
+            return self.m[set_, :1, :], self.total[set_, :1, :]
+        return self.m[set_, :, :1], self.total[set_, :, :1]
+
+    def sinks_of_rows(self, set_: Any) -> Array:
+        """The sink of each row's query head, in powers of two, in the shape of m."""
+        rows = lax.broadcasted_iota(jnp.int32, self.m.shape[1:], 1 if self.blocks.transposed else 0)
+        head = rows // (self.blocks.block_q * self.group) * self.group + rows % self.group
+        sinks, of_set = jnp.zeros(rows.shape, jnp.float32), self.blocks.heads * self.group
         for n in range(of_set):
-            column = jnp.where(query_head == n, self.sinks[set_ * of_set + n], column)
-        return column * scores.LOG2E
+            sinks = jnp.where(head == n, self.sinks[set_ * of_set + n], sinks)
+        return sinks * scores.LOG2E
 
     def for_sets(self, fn: Any) -> None:
         """Calls ``fn(set)`` for every set of heads."""
@@ -200,21 +209,23 @@ class _Step:
             self.m[set_] = jnp.full(self.m.shape[1:], MASKED, jnp.float32)
             self.total[set_] = jnp.zeros(self.total.shape[1:], jnp.float32)
         else:
-            self.m[set_] = self.sink_column(set_)
+            self.m[set_] = self.sinks_of_rows(set_)
             self.total[set_] = jnp.ones(self.total.shape[1:], jnp.float32)
 
     def finish(self, set_: Any) -> None:
-        heads = self.blocks.heads
-        out = self.acc[set_, :, : self.dim]
-        for h in range(1, heads):
-            mine = self.row_head(self.dim) == h
-            out = jnp.where(mine, self.acc[set_, :, h * self.dim : (h + 1) * self.dim], out)
-        m, total = self.m[set_, :, :1], self.total[set_, :, :1]
+        out = self.acc[set_]
+        if self.blocks.heads > 1:
+            of_head = [out[:, h * self.dim : (h + 1) * self.dim] for h in range(self.blocks.heads)]
+            out, mine = of_head[0], self.row_head(self.dim)
+            for h, other in enumerate(of_head[1:], 1):
+                out = jnp.where(mine == h, other, out)
+        m, total = self.statistics(set_)
         # A row that saw nothing gathered hidden keys; its maximum tells.
         factor = jnp.where(m > MASKED / 2, 1 / total, 0.0)
         if self.v_scale is not None:
             factor = factor * self.by_head(self.v_scale, set_)
-        self.o[0, set_] = jnp.where(factor == 0.0, 0.0, out * factor).astype(self.o.dtype)
+        out = jnp.where(factor == 0.0, 0.0, out * factor)
+        self.o[0, set_] = (out.T if self.blocks.transposed else out).astype(self.o.dtype)
 
     def attend(self, slot: Any, start: Any, position: Any, left: Any) -> None:
         """Adds the keys in a buffer.
@@ -232,7 +243,7 @@ class _Step:
         part = self.blocks.block_kv // self.blocks.chunks
         keys = self.kv.shape[2] // 2  # lanes of all keys; those of the values follow
         q = self.spread[set_]
-        rows = q.shape[0]
+        across, along = (0, 1) if self.blocks.transposed else (1, 0)  # axes of keys and of rows
 
         def load(i: int, offset: int) -> Array:
             lanes = slice(offset, offset + width)
@@ -242,18 +253,18 @@ class _Step:
             return (widen_float8(x) if x.dtype == jnp.float8_e4m3fn else x).astype(q.dtype)
 
         def logits(i: int) -> Array:
-            products = dot(q, load(i, 0), NT)
+            products = dot(load(i, 0), q, NT) if self.blocks.transposed else dot(q, load(i, 0), NT)
             if self.k_scale is not None:
                 products = products * self.by_head(self.k_scale, set_)
             s = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
             if left is None:
                 return s
-            token = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) // self.group % self.blocks.block_q
-            key = i * part + lax.broadcasted_iota(jnp.int32, (1, part), 1)
+            token = lax.broadcasted_iota(jnp.int32, s.shape, along) // self.group % self.blocks.block_q
+            key = i * part + lax.broadcasted_iota(jnp.int32, s.shape, across)
             seen = (key < left) & self.spec.mask().visible(position + token, start + key)
             return jnp.where(seen, s, MASKED)
 
-        m, total = self.m[set_, :, :1], self.total[set_, :, :1]
+        m, total = self.statistics(set_)
         following = logits(0)
         for i in range(self.blocks.chunks):
             s, following = following, logits(i + 1) if i + 1 < self.blocks.chunks else None
@@ -261,12 +272,14 @@ class _Step:
             if left is not None:  # what was not fetched may be NaN
                 token = i * part + lax.broadcasted_iota(jnp.int32, v.shape, 0)
                 v = jnp.where(token < left, v, jnp.zeros_like(v))
-            old, m = m, jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
+            old, m = m, jnp.maximum(m, jnp.max(s, axis=across, keepdims=True))
             alpha, p = scores.exp2(old - m), scores.exp2(s - m)
-            total = total * alpha + jnp.sum(p, axis=1, keepdims=True)
-            self.acc[set_] = self.acc[set_] * alpha + dot(p.astype(v.dtype), v, NN)
-        self.m[set_] = jnp.broadcast_to(m, (rows, LANES))
-        self.total[set_] = jnp.broadcast_to(total, (rows, LANES))
+            total = total * alpha + jnp.sum(p, axis=across, keepdims=True)
+            p = p.astype(v.dtype)
+            pv = dot(v.T, p, NN) if self.blocks.transposed else dot(p, v, NN)
+            self.acc[set_] = self.acc[set_] * alpha + pv
+        self.m[set_] = jnp.broadcast_to(m, self.m.shape[1:])
+        self.total[set_] = jnp.broadcast_to(total, self.total.shape[1:])
 
     def run(self) -> None:
         block_kv, index = self.blocks.block_kv, self.index
@@ -369,6 +382,10 @@ def attend_blocks(
     extra = [x.astype(jnp.float32) for x in operands if x is not None]
     rows_spec = pl.BlockSpec((1, sets, rows, dim), lambda core, step, _: (core * of_core + step, 0, 0, 0))
 
+    result, statistic = (sets, rows, width), (sets, rows, LANES)
+    if blocks.transposed:
+        result, statistic = (sets, width, rows), (sets, 8, rows)
+
     def kernel(work: Any, near: Any, far: Any, q: Any, kv: Any, *refs: Any) -> None:
         rest = iter(refs)
         optional = [next(rest) if there else None for there in given]
@@ -397,9 +414,9 @@ def attend_blocks(
             scratch_shapes=[
                 pltpu.VMEM((blocks.depth, blocks.block_kv, kv_pages.shape[2]), kv_pages.dtype),
                 pltpu.VMEM((sets, rows, width), q.dtype),
-                pltpu.VMEM((sets, rows, width), jnp.float32),
-                pltpu.VMEM((sets, rows, LANES), jnp.float32),
-                pltpu.VMEM((sets, rows, LANES), jnp.float32),
+                pltpu.VMEM(result, jnp.float32),
+                pltpu.VMEM(statistic, jnp.float32),
+                pltpu.VMEM(statistic, jnp.float32),
                 pltpu.SMEM((4,), jnp.int32),
                 pltpu.SemaphoreType.DMA((blocks.depth,)),
             ],

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
         use_attention_placement,
     )
 
+_OPS = (
+    "flash_attention",
+    "multi_queries_paged_attention",
+    "paged_attention",
+    "ragged_paged_attention",
+    "segment_ids_from_lengths",
+    "update_kv_pages",
+)
 _FLEX = ("BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks")
 _OPS = (
     "AttentionPlacement",
@@ -45,12 +53,16 @@ __all__ = [
     "flex_attention",
     "from_zigzag",
     "masks",
+    "multi_queries_paged_attention",
     "noop_mask",
     "or_masks",
+    "paged_attention",
     "pick_device",
+    "ragged_paged_attention",
     "segment_ids_from_lengths",
     "to_zigzag",
     "use_attention_placement",
+    "update_kv_pages",
 ]
 
 

@@ -15,10 +15,12 @@ import jax
 import torch
 import torch_xla
 from torch_xla.experimental.custom_kernel import flash_attention as torch_xla_flash_attention
+from torch_xla.experimental.custom_kernel import paged_attention as torch_xla_paged_attention
 
-from xla_attention.ops import flash_attention
+from xla_attention.ops import combine_kv_pages, flash_attention, paged_attention
 
 SHAPE = (1, 8, 1024, 128)
+PAGED_SHAPE = (16, 32, 128)  # sequences, heads, head_dim
 DTYPE = torch.bfloat16
 WARMUP = 20
 
@@ -64,6 +66,28 @@ def measure_host_time(calls: int = 500) -> list[HostTime]:
     both = _medians([lambda: training(ours), lambda: training(theirs)], calls)
     names = ("xla_attention", "torch_xla")
     return [HostTime(*row) for row in zip(names, forward, both)]
+
+
+def measure_paged_host_time(calls: int = 200) -> list[tuple[str, float]]:
+    """Medians of a cached decode call in seconds: ours, and torch_xla's own, which traces JAX each time.
+
+    Of ``PAGED_SHAPE`` queries, on a table of 16 pages of 16 tokens a sequence; only graphs are built.
+    """
+    device = torch_xla.device()
+    seqs, heads, dim = PAGED_SHAPE
+    q = torch.ones(PAGED_SHAPE, dtype=DTYPE, device=device)
+    k_pages = torch.ones((8, 64, 16, dim), dtype=DTYPE, device=device)
+    kv_pages = combine_kv_pages(k_pages, k_pages)
+    lens = torch.full((seqs,), 100, dtype=torch.int32, device=device)
+    table = torch.zeros((seqs, 16), dtype=torch.int32, device=device)
+    torch_xla.sync()
+
+    ours = lambda: paged_attention(q, kv_pages, lens, table)  # noqa: E731
+    theirs = lambda: torch_xla_paged_attention(q, k_pages, k_pages, lens, table, 16)  # noqa: E731
+    ours()
+    with _lowering_for_tpu():
+        times = _medians([ours, theirs], calls)
+    return list(zip(("xla_attention", "torch_xla"), times))
 
 
 @contextmanager

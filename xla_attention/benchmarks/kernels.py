@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import rich.box
 from rich.table import Table
@@ -72,9 +72,16 @@ def measure_kernels(
     Returns:
         One row for each implementation, ours first.
     """
+    return measure_candidates((our_candidate(case, topology), *peers(case)), topology, say, case.direction)
+
+
+def measure_candidates(
+    candidates: Iterable[Candidate], topology: Topology, say: Callable[[str], None], what: str
+) -> list[Row]:
+    """Compiles all candidates, one at a time, and keeps the best of each name; ``what`` they do is told."""
     best: dict[str, Row] = {}
-    for candidate in (our_candidate(case, topology), *peers(case)):
-        say(f"compiling for {topology}: {candidate.name}, {case.direction}, blocks {candidate.blocks}")
+    for candidate in candidates:
+        say(f"compiling for {topology}: {candidate.name}, {what}, blocks {candidate.blocks}")
         before = best.get(candidate.name)
         tried = before.tried + 1 if before else 1
         try:

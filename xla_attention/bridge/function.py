@@ -20,6 +20,7 @@ _DTYPES = {
     torch.float32: jnp.float32,
     torch.bfloat16: jnp.bfloat16,
     torch.int32: jnp.int32,
+    torch.float8_e4m3fn: jnp.float8_e4m3fn,
     torch.int8: jnp.int8,
     torch.uint8: jnp.uint8,
     torch.bool: jnp.bool_,
@@ -49,7 +50,8 @@ class JaxFunction:
         """The function's results, as lazy XLA tensors.
 
         Args:
-            tensors: XLA tensors of any shape, float32, bfloat16, int32, int8, uint8 or bool; None stays None.
+            tensors: XLA tensors of any shape, float32, bfloat16, float8_e4m3fn, int32, int8, uint8
+                or bool; None stays None.
             sharding: how they lie on the devices of an SPMD program, and what the results are: the function
                 then computes one device's part, with collectives if it wants. XLA moves nothing where they
                 lie so already.

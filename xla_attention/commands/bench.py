@@ -22,11 +22,17 @@ def bench() -> None:
 def bench_bridge(
     calls: Annotated[int, typer.Option(min=1, help="Calls of which the median is printed.")] = 500,
 ) -> None:
-    """Print the host time of a cached flash attention call, beside that of torch_xla's own operator."""
+    """Print the host time of cached flash and paged attention calls, beside that of torch_xla's own."""
     from rich.console import Console
     from rich.table import Table
 
-    from xla_attention.benchmarks.bridge import DTYPE, SHAPE, measure_host_time
+    from xla_attention.benchmarks.bridge import (
+        DTYPE,
+        PAGED_SHAPE,
+        SHAPE,
+        measure_host_time,
+        measure_paged_host_time,
+    )
     from xla_attention.device import pick_device
 
     _, device = pick_device()
@@ -39,6 +45,12 @@ def bench_bridge(
         table.add_row(row.name, f"{row.forward * 1e6:.0f}", f"{row.training * 1e6:.0f}")
     console = Console()
     console.print(f"{device}; q, k and v {shape} {str(DTYPE).removeprefix('torch.')}")
+    console.print(table)
+    table = Table(title=f"Host microseconds a decode call, q {'x'.join(map(str, PAGED_SHAPE))}")
+    table.add_column("operator")
+    table.add_column("paged_attention", justify="right")
+    for name, seconds in measure_paged_host_time(calls):
+        table.add_row(name, f"{seconds * 1e6:.0f}")
     console.print(table)
 
 
@@ -270,6 +282,46 @@ def bench_memory(
                 typer.secho(
                     f"error: {row.case.direction}, {row.case.seq_len}: {row.error}", fg="red", err=True
                 )
+                failed = True
+    if failed:
+        raise typer.Exit(1)
+
+
+@bench_app.command("paged")
+def bench_paged(
+    topology: options.Topologies,
+    batch: options.Batch = 16,
+    queries: Annotated[int, typer.Option(help="Queries of each sequence, its last tokens.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence in the cache.")] = 4096,
+    heads: options.Heads = 32,
+    kv_heads: options.KvHeads = 8,
+    head_dim: options.HeadDim = 128,
+    page_size: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a page; may be given several times.  [default: 16]")
+    ] = None,
+) -> None:
+    """Compare our paged attention with JAX's and torch_xla's kernels by the TPU compiler's schedules.
+
+    Exits with status 1 when ours does not compile.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    from xla_attention.benchmarks.paged_kernels import PagedCase, measure_paged, paged_table
+    from xla_attention.planner.topology import parse_topology
+
+    slices = [parse_topology(name) for name in topology]
+    cases = [
+        PagedCase(batch, queries, context, heads, kv_heads, head_dim, size) for size in page_size or (16,)
+    ]
+    console = _wide_console()
+    failed = False
+    for slice_ in slices:
+        for case in cases:
+            with console.status("") as status:
+                rows = measure_paged(case, slice_, status.update)
+            console.print(paged_table(case, slice_, rows))
+            if rows[0].error:
+                typer.secho(f"error: {rows[0].error}", fg="red", err=True)
                 failed = True
     if failed:
         raise typer.Exit(1)

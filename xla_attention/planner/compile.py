@@ -19,7 +19,13 @@ from typing import Any
 import jax
 
 from xla_attention.bridge import Sharding, lower
-from xla_attention.planner.cycles import DUMPS_READ, KernelCycles, count_cycles, counter_version
+from xla_attention.planner.cycles import (
+    DUMPS_READ,
+    KernelCycles,
+    count_cycles,
+    counter_version,
+    kernel_operands,
+)
 from xla_attention.planner.topology import Topology
 
 _ENVIRONMENT = {
@@ -100,9 +106,9 @@ def compile_for_tpu(
             flags += f" --xla_jf_dump_llo_pass_label_regex={DUMPS_READ}"
         answer = _run_worker(module, topology, devices, flags)
         if cycles and "error" not in answer:
-            answer["kernels"] = [
-                dataclasses.asdict(kernel) for kernel in count_cycles(Path(folder), topology.hardware)
-            ]
+            known = [] if sharding else kernel_operands(fn, avals)  # else of unsharded shapes
+            counts = count_cycles(Path(folder), topology.hardware, known)
+            answer["kernels"] = [dataclasses.asdict(kernel) for kernel in counts]
             answer["counted"] = counter_version()
     write_atomically(entry, json.dumps(answer))
     return _compiled(answer, topology, cached=False)

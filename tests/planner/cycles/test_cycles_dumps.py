@@ -59,7 +59,7 @@ class TestRecorded:
 
     def test_operands_can_be_given(self, folder, hardware, expected, bundles):
         for trips in ([0, 0, 0], [1, 1, 1], [100, 0, 7]):
-            (report,) = count_cycles(folder, hardware, {0: np.array(trips, np.int32)})
+            (report,) = count_cycles(folder, hardware, [{0: np.array(trips, np.int32)}])
             assert report.cycles == expected(trips)
 
     def test_without_the_operand_the_count_says_so(self, folder, hardware, expected, bundles, tmp_path):

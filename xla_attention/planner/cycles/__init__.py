@@ -6,9 +6,10 @@ from pathlib import Path
 
 from pallas_kernels.hardware import GENERATIONS
 from xla_attention.planner.cycles.dump import DUMPS_READ, count_cycles
+from xla_attention.planner.cycles.known import kernel_operands
 from xla_attention.planner.cycles.report import HotSegment, KernelCycles
 
-__all__ = ["DUMPS_READ", "HotSegment", "KernelCycles", "count_cycles", "counter_version"]
+__all__ = ["DUMPS_READ", "HotSegment", "KernelCycles", "count_cycles", "counter_version", "kernel_operands"]
 
 
 @functools.cache

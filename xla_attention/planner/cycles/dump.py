@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pallas_kernels.hardware import Hardware
-from xla_attention.planner.cycles.hlo import Module, executions, parse_hlo
+from xla_attention.planner.cycles.hlo import Module, executions, operand_sizes, parse_hlo
 from xla_attention.planner.cycles.parse import parse_bundles, parse_utilization
 from xla_attention.planner.cycles.report import KernelCycles, count
 
@@ -60,31 +60,45 @@ def kernels_in(folder: Path) -> list[KernelFiles]:
 
 
 def count_cycles(
-    folder: Path, hardware: Hardware, operands: Mapping[int, np.ndarray] | None = None
+    folder: Path, hardware: Hardware, operands: Sequence[Mapping[int, np.ndarray]] = ()
 ) -> list[KernelCycles]:
     """Static cycles of every Mosaic kernel in a dump.
 
     Args:
         folder: filled by one compilation.
         hardware: that it was compiled for.
-        operands: contents of integer operands that are data, by index, the same for every kernel. Those that
-            are constants in the dumped HLO need not be given.
+        operands: contents of integer operands by index, for each kernel that may be there; a kernel's own are
+            those of its operands' sizes. Constants in the dumped HLO need not be given.
     """
-    given = dict(operands or {})
     modules = [parse_hlo(path.read_text()) for path in folder.glob("*-TLP-hlo.txt")]
+    kernels = kernels_in(folder)
+    given = _assigned(modules, [kernel.name for kernel in kernels], operands)
     return [
         count(
             parse_bundles(kernel.bundles.read_text()),
             parse_utilization(kernel.utilization.read_text()),
             hardware,
-            [{**known, **given} for known in _calls(modules, kernel.name)],
+            [{**known, **mine} for known in _calls(modules, kernel.name)],
             name=kernel.name,
             op_name=kernel.op_name,
         )
-        for kernel in kernels_in(folder)
+        for kernel, mine in zip(kernels, given)
     ]
 
 
 def _calls(modules: list[Module], kernel: str) -> list[dict[int, np.ndarray]]:
     """The kernel's known operands each time that it runs; once, without any, if no HLO was dumped."""
     return next(filter(None, (executions(module, kernel) for module in modules)), [{}])
+
+
+def _assigned(
+    modules: list[Module], kernels: Sequence[str], operands: Sequence[Mapping[int, np.ndarray]]
+) -> list[Mapping[int, np.ndarray]]:
+    """For each kernel those of ``operands`` that have the sizes of its own; where several do, in order."""
+    left, given = list(operands), []
+    for kernel in kernels:
+        sizes = next(filter(None, (operand_sizes(module, kernel) for module in modules)), [])
+        fits = [o for o in left if all(n < len(sizes) and x.size == sizes[n] for n, x in o.items())]
+        given.append(fits[0] if fits else {})
+        left = [o for o in left if o is not given[-1]]
+    return given

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -196,6 +197,16 @@ def executions(module: Module, kernel: str) -> list[dict[int, np.ndarray]]:
 
     unknown = [lambda: None] * len(module.entry.parameters)
     return list(runs(module.entry, _Frame(module, module.entry, unknown)))
+
+
+def operand_sizes(module: Module, kernel: str) -> list[int]:
+    """Elements of each integer operand of an instruction, 0 for other operands; empty if it is not there."""
+    for computation in module.computations.values():
+        if kernel in computation.instructions:
+            names = computation.instructions[kernel].operands
+            shapes = [_SHAPE.match(computation.instructions[name].shape) for name in names]
+            return [math.prod(_dimensions(shape[2])) if shape else 0 for shape in shapes]
+    return []
 
 
 def _holds(module: Module, computation: Computation, kernel: str) -> bool:

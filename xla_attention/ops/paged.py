@@ -1,0 +1,320 @@
+"""Paged attention for torch: the Pallas kernel on XLA tensors, the plain definition elsewhere."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from pallas_kernels.paged_attention import PagedOperands, PagedSpec, ragged_paged_attention_reference
+from pallas_kernels.paged_attention import combine_kv_pages as _combine
+from pallas_kernels.paged_attention import split_kv_pages as _split
+from xla_attention.ops.checks import check_finite, check_tensor
+from xla_attention.ops.paged_ops import kernel_attention, kernel_update
+
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+_INTEGERS = (torch.int32, torch.int64)
+_QUERIES = (torch.float32, torch.bfloat16)
+_EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+_CACHES = (torch.float32, torch.bfloat16, *_EIGHT_BITS)
+_MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # largest value of each type
+
+
+def paged_attention(
+    q: Tensor,
+    kv_pages: Tensor,
+    kv_lens: Tensor,
+    page_indices: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
+    """Attention of one query a sequence, its last token, to keys and values in pages. No gradient.
+
+    Args:
+        q: ``[seqs, heads, head_dim]``, float32 or bfloat16.
+        kv_pages: ``[num_pages, page_size, 2 * kv_heads * head_dim]``: a row is one token, the keys of all
+            heads and then the values; see :func:`combine_kv_pages`. float32, bfloat16, int8 or float8_e4m3fn;
+            pages of 8 to 256 tokens, of 8 bits at least 32.
+        kv_lens: ``[seqs]`` int32 or int64: tokens in the cache, the query's own among them. 0 reads nothing;
+            what is beyond the table's pages is cut.
+        page_indices: ``[seqs, pages_per_seq]``, likewise: pages in order. An index outside the pool is
+            clamped to it: nothing outside is ever read.
+        scale: factor of the logits, default ``head_dim ** -0.5``.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv:2408.00118).
+        sliding_window: a query sees that many keys, its own the last (Mistral, arXiv:2310.06825); pages
+            before are not read.
+        sinks: ``[heads]``: the logit of one more key of each head, whose value is zero (arXiv:2309.17453).
+        k_scale: factor of the keys in pages of 8 bits: a number, or ``[kv_heads]`` float32. Default 1.
+        v_scale: of the values, likewise.
+
+    Returns:
+        Like ``q``; zeros where ``kv_lens`` is 0.
+
+    Raises:
+        TypeError: an argument's type or dtype.
+        ValueError: a shape, device or value that does not fit; the message names the argument.
+    """
+    _check(q, kv_pages, kv_lens, page_indices, ("seqs", "heads", "head_dim"))
+    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale)
+    check_tensor("q", q, q, (page_indices.shape[0], *q.shape[1:]), _QUERIES)
+    if q.device.type == "xla":
+        return kernel_attention("decode", q, kv_pages, _i32(kv_lens), _i32(page_indices), operands, spec)
+    cu = torch.arange(q.shape[0] + 1)
+    return _eager(q, kv_pages, kv_lens, page_indices, cu, q.shape[0], operands, spec)
+
+
+def multi_queries_paged_attention(
+    q: Tensor,
+    kv_pages: Tensor,
+    kv_lens: Tensor,
+    page_indices: Tensor,
+    q_lens: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
+    """Attention of a chunk of queries a sequence, its last tokens, causally. No gradient.
+
+    Args:
+        q: ``[seqs, q_len, heads, head_dim]``; of each sequence the first ``q_lens`` are queries.
+        q_lens: ``[seqs]`` int32 or int64; None for ``q_len`` everywhere, and cut to it.
+        kv_pages, kv_lens, page_indices, scale, softcap, sliding_window, sinks, k_scale, v_scale: as of
+            :func:`paged_attention`.
+
+    Returns:
+        Like ``q``; zeros behind ``q_lens``, and in rows that see no key.
+
+    Raises:
+        TypeError, ValueError: as of :func:`paged_attention`.
+    """
+    _check(q, kv_pages, kv_lens, page_indices, ("seqs", "q_len", "heads", "head_dim"))
+    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale)
+    seqs, q_len = page_indices.shape[0], q.shape[1]
+    check_tensor("q", q, q, (seqs, *q.shape[1:]), _QUERIES)
+    check_tensor("q_lens", q_lens, q, (seqs,), _INTEGERS)
+    if q.device.type == "xla":
+        return kernel_attention(
+            "multi", q, kv_pages, _i32(kv_lens), _i32(page_indices), operands, spec, q_lens=_i32(q_lens)
+        )
+    n = torch.full((seqs,), q_len) if q_lens is None else q_lens.clamp(0, q_len)
+    valid = torch.arange(q_len) < n[:, None]
+    cu = torch.cat([torch.zeros(1, dtype=n.dtype), n.cumsum(0)])
+    o = torch.zeros_like(q)
+    o[valid] = _eager(q[valid], kv_pages, kv_lens, page_indices, cu, seqs, operands, spec)
+    return o
+
+
+def ragged_paged_attention(
+    q: Tensor,
+    kv_pages: Tensor,
+    kv_lens: Tensor,
+    page_indices: Tensor,
+    cu_q_lens: Tensor,
+    num_seqs: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
+    """Attention of a flat batch in which sequences have any number of queries: prefill and decoding mixed.
+
+    Args:
+        q: ``[total_q, heads, head_dim]``.
+        cu_q_lens: ``[seqs + 1]`` int32 or int64: sequence s has the queries ``cu_q_lens[s]`` up to, not
+            including, ``cu_q_lens[s + 1]``; they are its last tokens.
+        num_seqs: ``[1]``, likewise: sequences from there on are dead; nothing of them is read.
+        kv_pages, kv_lens, page_indices, scale, softcap, sliding_window, sinks, k_scale, v_scale: as of
+            :func:`paged_attention`.
+
+    Returns:
+        Like ``q``; zeros in rows of no live sequence, and in rows that see no key.
+
+    Raises:
+        TypeError, ValueError: as of :func:`paged_attention`.
+    """
+    _check(q, kv_pages, kv_lens, page_indices, ("total_q", "heads", "head_dim"))
+    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale)
+    check_tensor("cu_q_lens", _given("cu_q_lens", cu_q_lens), q, (page_indices.shape[0] + 1,), _INTEGERS)
+    check_tensor("num_seqs", _given("num_seqs", num_seqs), q, (1,), _INTEGERS)
+    if q.device.type == "xla":
+        return kernel_attention(
+            "ragged", q, kv_pages, _i32(kv_lens), _i32(page_indices), operands, spec,
+            q_lens=_i32(cu_q_lens), num_seqs=_i32(num_seqs),
+        )  # fmt: skip
+    return _eager(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs[0], operands, spec)
+
+
+def update_kv_pages(
+    kv_pages: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> None:
+    """Writes keys and values of new tokens into the pages, in place.
+
+    Args:
+        kv_pages: as of :func:`paged_attention`; on XLA its buffer is reused, not copied.
+        k: ``[tokens, kv_heads, head_dim]``, in the dtype of the pages, or float32 or bfloat16 for pages of 8
+            bits: then divided by ``k_scale``, and rounded to the nearest value that the pages can hold.
+        v: likewise.
+        slots: ``[tokens]`` int32 or int64: ``page * page_size + row`` of each token. Outside the pool,
+            negative ones included, a token is dropped; of equal ones the last is kept.
+        k_scale: a number, or ``[kv_heads]`` float32; for pages of 8 bits only. Default 1.
+        v_scale: likewise.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+    """
+    for name, x in (("kv_pages", kv_pages), ("k", k), ("v", v), ("slots", slots)):
+        _given(name, x)
+    if k.ndim != 3:
+        raise ValueError(f"k: got shape {tuple(k.shape)}, needs [tokens, kv_heads, head_dim]")
+    quantised = kv_pages.dtype in _EIGHT_BITS
+    tokens, kv_heads, dim = k.shape
+    check_tensor("kv_pages", kv_pages, k, (*kv_pages.shape[:2], 2 * kv_heads * dim), _CACHES)
+    check_tensor("k", k, k, tuple(k.shape), _QUERIES if quantised else (kv_pages.dtype,))
+    check_tensor("v", v, k, tuple(k.shape), (k.dtype,))
+    check_tensor("slots", slots, k, (tokens,), _INTEGERS)
+    if tokens == 0:
+        return
+    rows = []
+    for name, x, factor in (("k_scale", k, k_scale), ("v_scale", v, v_scale)):
+        scales = _scale(name, factor, kv_pages, kv_heads)
+        if quantised:
+            x = x.float() if scales is None else x.float() / scales[:, None]
+            most = _MOST[kv_pages.dtype]
+            x = x.clamp(-most, most)
+            x = (x.round() if kv_pages.dtype == torch.int8 else x).to(kv_pages.dtype)
+        rows.append(x.reshape(tokens, kv_heads * dim))
+    kv = torch.cat(rows, dim=1)
+    if kv_pages.device.type == "xla":
+        kernel_update(kv_pages, kv, _i32(slots))
+        return
+    flat = kv_pages.view(-1, kv_pages.shape[2])
+    for slot, row in zip(slots.tolist(), kv):
+        if 0 <= slot < len(flat):
+            flat[slot] = row
+
+
+def combine_kv_pages(k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    """``kv_pages`` from ``k_pages`` and ``v_pages [kv_heads, num_pages, page_size, head_dim]``, which
+    JAX's and torch_xla's ``paged_attention`` take."""
+    return _combine(k_pages, v_pages, torch)
+
+
+def split_kv_pages(kv_pages: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """The inverse of :func:`combine_kv_pages`."""
+    return _split(kv_pages, kv_heads, torch)
+
+
+def _given(name: str, x: object) -> object:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, needs a torch.Tensor")
+    return x
+
+
+def _check(
+    q: Tensor, kv_pages: Tensor, kv_lens: Tensor, page_indices: Tensor, layout: tuple[str, ...]
+) -> None:
+    for name, x in (("q", q), ("kv_pages", kv_pages), ("kv_lens", kv_lens), ("page_indices", page_indices)):
+        _given(name, x)
+    if q.ndim != len(layout) or 0 in q.shape:
+        raise ValueError(f"q: got shape {tuple(q.shape)}, needs [{', '.join(layout)}], none of them 0")
+    heads, dim = q.shape[-2:]
+    if kv_pages.ndim != 3 or 0 in kv_pages.shape or kv_pages.shape[2] % (2 * dim):
+        raise ValueError(
+            f"kv_pages: got shape {tuple(kv_pages.shape)}, needs [num_pages, page_size, 2 * kv_heads * {dim}]"
+        )
+    check_tensor("q", q, q, tuple(q.shape), _QUERIES)
+    check_tensor("kv_pages", kv_pages, q, tuple(kv_pages.shape), _CACHES)
+    kv_heads, page_size = kv_pages.shape[2] // (2 * dim), kv_pages.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"kv_pages: got {kv_heads} heads, which must divide the {heads} heads of q")
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"kv_pages: got pages of {page_size} tokens, allowed are {PAGE_SIZES}")
+    if kv_pages.dtype in _EIGHT_BITS and page_size < 32:
+        raise ValueError(f"kv_pages: got pages of {page_size} tokens in {kv_pages.dtype}, needs 32 or more")
+    if page_indices.ndim != 2 or 0 in page_indices.shape:
+        raise ValueError(f"page_indices: got shape {tuple(page_indices.shape)}, needs [seqs, pages_per_seq]")
+    check_tensor("page_indices", page_indices, q, tuple(page_indices.shape), _INTEGERS)
+    check_tensor("kv_lens", kv_lens, q, (page_indices.shape[0],), _INTEGERS)
+
+
+def _static(
+    q: Tensor,
+    kv_pages: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sliding_window: int | None,
+    sinks: Tensor | None,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+) -> tuple[PagedSpec, PagedOperands]:
+    heads, dim = q.shape[-2:]
+    if sliding_window is not None and (
+        isinstance(sliding_window, bool) or not isinstance(sliding_window, int)
+    ):
+        raise TypeError(f"sliding_window: got {type(sliding_window).__name__}, needs an int or None")
+    spec = PagedSpec(
+        scale=dim**-0.5 if scale is None else check_finite("scale", scale),
+        softcap=None if softcap is None else check_finite("softcap", softcap, positive=True),
+        sliding_window=sliding_window,
+    )
+    check_tensor("sinks", sinks, q, (heads,), _QUERIES)
+    kv_heads = kv_pages.shape[2] // (2 * dim)
+    scales = [_scale(n, x, kv_pages, kv_heads) for n, x in (("k_scale", k_scale), ("v_scale", v_scale))]
+    return spec, PagedOperands(None if sinks is None else sinks.float(), *scales)
+
+
+def _scale(name: str, x: float | Tensor | None, kv_pages: Tensor, kv_heads: int) -> Tensor | None:
+    """``[kv_heads]`` float32."""
+    if x is None:
+        return None
+    if kv_pages.dtype not in _EIGHT_BITS:
+        raise ValueError(f"{name}: got one for pages in {kv_pages.dtype}; only those of 8 bits have scales")
+    if isinstance(x, Tensor):
+        check_tensor(name, x, kv_pages, (kv_heads,), (torch.float32,))
+        return x
+    return _constant(check_finite(name, x, positive=True), kv_heads, kv_pages.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(value: float, n: int, device: torch.device) -> Tensor:
+    return torch.full((n,), value, device=device)
+
+
+def _i32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(torch.int32)
+
+
+def _eager(
+    q: Tensor,
+    kv_pages: Tensor,
+    kv_lens: Tensor,
+    page_indices: Tensor,
+    cu_q_lens: Tensor,
+    num_seqs: int | Tensor,
+    operands: PagedOperands,
+    spec: PagedSpec,
+) -> Tensor:
+    wide = ragged_paged_attention_reference(
+        q.float(), kv_pages.float(), kv_lens, page_indices, cu_q_lens, [num_seqs], operands,
+        spec=spec, xp=torch,
+    )  # fmt: skip
+    return wide.to(q.dtype)

@@ -114,7 +114,8 @@ def _by_blocks(
         # delta anew, of these very P: what is summed over whole rows cancels, and must cancel exactly.
         rows_delta = jnp.sum(p * dp, axis=-1, keepdims=True)
         ds = p * (dp - rows_delta + (0.0 if dlse is None else cut(dlse)[..., None]))
-        parts, bias = pull(ds)
+        # Apart from the sums over it, which XLA for TPU would fuse with the products beyond its VMEM.
+        parts, bias = pull(lax.optimization_barrier(ds))
         at = (*(places[n] for n in learned), *((start, block) for _ in of_bias))
         return tuple(map(_add, sums, (*parts, *bias), at)), None
 

@@ -105,6 +105,8 @@ def test_documents_and_lengths_become_operands():
         (lambda s, b, h, q, kv: s + TABLE[h, q] * TABLE[h, kv], ["query", "key"]),
         (lambda s, b, h, q, kv: s + TABLE[h, q - kv], ["distance"]),
         (lambda s, b, h, q, kv: s + TABLE[h, (2 * (q - kv)).clamp(-3, 3) + 9] * (q - kv), ["distance"]),
+        (lambda s, b, h, q, kv: s + TABLE[h, (q - kv).abs() + torch.where(kv > q, 5, 0)], ["distance"]),
+        (lambda s, b, h, q, kv: s + TABLE[h, torch.where(kv > 2 * q, 5, 0)], ["pair"]),
         (lambda s, b, h, q, kv: s + TABLE[b, (q + kv) // 4], ["pair"]),
         (lambda s, b, h, q, kv: s + TABLE[b].sum() * q, ["query"]),
         (lambda s, b, h, q, kv: s + torch.acos(q / 99), ["query"]),

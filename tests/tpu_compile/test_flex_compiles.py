@@ -20,7 +20,8 @@ def test_a_table_of_distances(name):
     for kernel in flex_kernels(
         VARIANTS["relative_position"], shape, shape, dtype="bfloat16", hardware=topology.hardware
     ):
-        assert compile_for_tpu(kernel.fn, kernel.avals, topology).temp_bytes < 2**20
+        limit = 2**20 if kernel.name.startswith("flash") else 2**24  # P of a block of queries
+        assert compile_for_tpu(kernel.fn, kernel.avals, topology).temp_bytes < limit
 
 
 @pytest.mark.slow

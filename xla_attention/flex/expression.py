@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 DType = Literal["float32", "int32", "bool"]
 INPUTS = ("score", "b", "h", "q", "kv")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class Node:
@@ -44,8 +45,10 @@ class Node:
             self.depends = frozenset(args)
         elif op == "captured":
             self.captures = frozenset(args)
-        elif self.linear and self.linear[0] == -self.linear[1] != 0:
-            self.depends = frozenset(["distance"])
+        else:
+            linear = _difference(args) if op in _COMPARISONS else self.linear
+            if linear and linear[0] == -linear[1] != 0:
+                self.depends = frozenset(["distance"])
 
     def __repr__(self) -> str:
         if self.op in ("input", "constant"):
@@ -160,20 +163,27 @@ def _key(value: Any) -> Any:
     return type(value), repr(value)  # 1, 1.0 and True are equal, and so are 0.0 and -0.0; nan is not
 
 
-def _linear(n: Node) -> tuple[int, int, int] | None:
-    def of(arg: Any) -> tuple[int, int, int] | None:
-        value = number(arg)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return 0, 0, value
-        return arg.linear if isinstance(arg, Node) else None
+def _linear_argument(arg: Any) -> tuple[int, int, int] | None:
+    value = number(arg)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return 0, 0, value
+    return arg.linear if isinstance(arg, Node) else None
 
+
+def _difference(args: tuple) -> tuple[int, int, int] | None:
+    """What a comparison depends on, of two integers."""
+    a, b = map(_linear_argument, args)
+    return tuple(x - y for x, y in zip(a, b)) if a and b else None
+
+
+def _linear(n: Node) -> tuple[int, int, int] | None:
     if n.dtype != "int32" or n.shape or n.kwargs:
         return None
     if n.op == "input":
         return {"q": (1, 0, 0), "kv": (0, 1, 0)}.get(n.args[0])
     if n.op not in ("add", "sub", "rsub", "neg", "mul"):
         return None
-    parts = [of(arg) for arg in n.args]
+    parts = [_linear_argument(arg) for arg in n.args]
     if None in parts:
         return None
     if n.op == "neg":

@@ -61,8 +61,10 @@ def check_equals_one_device(tmp_path, model, strategies, steps):
             )
 
 
-@pytest.mark.parametrize(("model", "strategies"), [("llama", STRATEGIES), ("gpt2", ("2d", "fsdp_context"))])
-def test_a_few_steps_under_each_strategy(tmp_path, model, strategies):
+@pytest.mark.parametrize(
+    ("model", "strategies"), [("llama", ("fsdp", "2d", "fsdp_context")), ("gpt2", ("fsdp_context",))]
+)
+def test_a_few_steps(tmp_path, model, strategies):
     check_equals_one_device(tmp_path, model, strategies, steps=4)
 
 
@@ -76,3 +78,46 @@ def test_50_steps_under_each_strategy(tmp_path, model):
 def test_a_few_steps_under_auto(tmp_path):
     """In a process of its own: XLA's auto-sharding is a setting of the whole process."""
     check_equals_one_device(tmp_path, "llama", ["auto"], steps=4)
+
+
+PLACES = """
+from pathlib import Path
+from small import QUIET, config
+from xla_attention.training.loop import record_step, train_step
+from xla_attention.training.optimizer import named_state
+from xla_attention.training.run import prepare
+import torch_xla
+import torch_xla.debug.metrics as metrics
+
+def places(tensors):
+    return {name: torch_xla._XLAC._get_xla_sharding_spec(tensor) for name, tensor in tensors}
+
+run = prepare(config(Path(VARIABLES["folder"]), **VARIABLES["changes"]), QUIET)
+model, optimizer = run.state.model, run.state.optimizer
+def everything():
+    return places(model.named_parameters()) | places(named_state(model, optimizer).items())
+
+before, compiled = everything(), []
+with run.attention():
+    for _ in range(3):
+        train_step(run)
+        compiled.append(metrics.metric_data("CompileTime")[0])
+    after = everything()
+    run.loss(run.training_batches()[0]).backward()
+    torch_xla.sync()
+gradients = places((name, parameter.grad) for name, parameter in model.named_parameters())
+print(json.dumps([before, after, gradients, compiled]))
+"""
+
+
+def test_everything_stays_where_the_strategy_puts_it(tmp_path):
+    """Parameters, gradients and optimizer state, over 2 x 2 devices; and no step compiles anew."""
+    changes = {"model": MODELS["llama"], "batch_size": 4, "sharding": {"strategy": "2d"}}
+    before, after, gradients, compiled = run_spmd(PLACES, 4, folder=str(tmp_path), changes=changes)
+    assert before == after
+    assert compiled[0] == compiled[-1]
+    up, down = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
+    assert before[up].startswith("{devices=[2,2]0,2,1,3")  # rows over tensor, columns over fsdp
+    assert before[down].startswith("{devices=[2,2]0,1,2,3")
+    for name, place in gradients.items():
+        assert place == before[name] == before[f"{name}.exp_avg"] == before[f"{name}.exp_avg_sq"]

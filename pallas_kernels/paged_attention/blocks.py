@@ -47,24 +47,26 @@ def choose_blocks(
 ) -> PagedBlocks:
     """Blocks for sequences of up to ``queries`` queries.
 
-    One query a sequence is bound by HBM: all heads share one product, and large buffers keep it busy. Many
+    One query a sequence is bound by HBM: heads share one product, and large buffers keep it busy. Many
     queries are bound by the MXU: each head has products of its own.
     """
     group = heads // kv_heads
-    if queries == 1:
-        block_q, at_once = 1, kv_heads
-    else:
-        at_once = next(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and (
-            n * head_dim % LANES == 0 or n == kv_heads))  # fmt: skip
-        small = hardware.vmem_bytes < 32 * MIB
-        most = max(8, (256 if small else 1024) // group)
-        block_q = min(_power_of_two(queries), most)
+    small = hardware.vmem_bytes < 32 * MIB
+    most = max(8, (256 if small else 1024) // group)
+    block_q = min(_power_of_two(queries), most)
+    # As many heads as fill a register's rows or lanes, and whole lanes of their keys.
+    at_once = next(
+        n
+        for n in range(1, kv_heads + 1)
+        if kv_heads % n == 0
+        and (n == kv_heads or (n * block_q * group >= LANES and n * head_dim % LANES == 0))
+    )
     context = page_size * pages_per_seq
     token = 2 * kv_heads * head_dim * kv_itemsize
     depth = 3
     budget = min(_MAX_BLOCK_BYTES, hardware.vmem_bytes // (8 if queries == 1 else 16))
     # Of few bytes a token a block is long, or its DMA would be over before its arithmetic.
-    block = _power_of_two_below(min(budget // token, 2048 if queries == 1 else 1024))
+    block = _power_of_two_below(min(budget // token, 4096 if queries == 1 else 1024))
     rows = at_once * block_q * group
     if queries > 1:
         block = min(block, max(256, _power_of_two_below(2**19 // rows)))

@@ -136,23 +136,27 @@ class _Step:
             start = self.entry("begin", block) + n * self.blocks.block_kv
             left = self.entry("end", block) - start
             first = start // self.page_size
-            near = row < WINDOW
-            at = (jnp.minimum(row, WINDOW - 1), jnp.maximum(row - WINDOW, 0))
 
-            def start_copy(j: Any) -> None:
-                page = jnp.where(
-                    near, self.tables[0][at[0], 0, first + j], self.tables[1][at[1], 0, first + j]
-                )
-                self.copy(slot, j, page).start()
+            def start_copies(table: Any, row: Any) -> None:
+                def start_copy(j: Any) -> None:
+                    self.copy(slot, j, table[row, 0, first + j]).start()
 
-            @pl.when(left >= self.blocks.block_kv)
+                @pl.when(left >= self.blocks.block_kv)
+                def _() -> None:
+                    for j in range(self.blocks.block_kv // self.page_size):
+                        start_copy(j)
+
+                @pl.when(left < self.blocks.block_kv)
+                def _() -> None:
+                    lax.fori_loop(0, self.pages(left), lambda j, c: (start_copy(j), c)[1], 0)
+
+            @pl.when(row < WINDOW)
             def _() -> None:
-                for j in range(self.blocks.block_kv // self.page_size):
-                    start_copy(j)
+                start_copies(self.tables[0], row)
 
-            @pl.when(left < self.blocks.block_kv)
+            @pl.when(row >= WINDOW)
             def _() -> None:
-                lax.fori_loop(0, self.pages(left), lambda j, c: (start_copy(j), c)[1], 0)
+                start_copies(self.tables[1], row - WINDOW)
 
             ends = n + 1 >= self.key_blocks(block)
             self.ring[0] = asked + 1

@@ -222,7 +222,9 @@ def choose_forward(
     base = _base("forward", hardware, q_len, head_dim, itemsize)
     own, large = FORWARD[hardware.name].block_q, LARGE_Q.get(hardware.name, base.block_q)
     small = itemsize == 2 and max(head_dim, value_dim) <= LANES and not (q_len | kv_len) % large
-    if simple and small and base.block_q == own:
+    # Keys beyond VMEM come in pieces: more kinds of steps, and again a large program.
+    whole = round_up(kv_len, LANES) * 6 * LANES * itemsize < 0.5 * hardware.vmem_bytes
+    if simple and small and whole and base.block_q == own:
         base = dataclasses.replace(base, block_q=large)
     block_q = _even(q_len, base.block_q)
     # Key blocks that divide query blocks keep one border for every row of a causal mask.

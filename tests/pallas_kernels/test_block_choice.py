@@ -89,7 +89,8 @@ def test_a_small_program_takes_many_queries():
     def block_q(length, dim=128, itemsize=2, name="v5e"):
         return choose_forward(length, length, dim, dim, itemsize, GENERATIONS[name], simple=True).block_q
 
-    assert block_q(2048) == block_q(2**17) == block_q(8192, 64, name="v5p") == 2048
+    assert block_q(2048) == block_q(2**15) == block_q(8192, 64, name="v5p") == 2048
+    assert block_q(2**17) == 1024
     assert (
         block_q(4096, 256) == block_q(4096, itemsize=4) == block_q(4096, name="v6e") == block_q(3072) == 1024
     )

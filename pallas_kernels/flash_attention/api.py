@@ -122,7 +122,8 @@ def flash_forward(
         return per_head.forward(run, q, k, v, operands, spec)
     batch, heads, q_len, dim = q.shape
     kv_len, value_dim = v.shape[2:]
-    alone = spec.score is None and all(x is None for x in operands[:-1])
+    # Results that are merged come of several such programs side by side.
+    alone = spec.score is None and out_dtype is None and all(x is None for x in operands[:-1])
     blocks = (spec.block_sizes or BlockSizes()).forward or choose_forward(
         q_len,
         kv_len,

@@ -113,3 +113,11 @@ GOOD = {
 def test_bad_arguments_are_named(changes, error, message):
     with pytest.raises(error, match=message):
         paged.paged_attention(**{**GOOD, **changes})
+
+
+def test_update_of_a_pool_that_is_a_view_takes_no_gradient():
+    pool = torch.zeros(8, 3, 4)
+    k = torch.ones(1, 1, 2, requires_grad=True)
+    paged.update_kv_pages(pool.transpose(0, 1), k, 2 * k, torch.tensor([9]))
+    assert not pool.requires_grad
+    assert pool[1, 1].tolist() == [1, 1, 2, 2] and pool.sum() == 6

@@ -206,10 +206,10 @@ def update_kv_pages(
     if kv_pages.device.type == "xla":
         kernel_update(kv_pages, kv, _i32(slots))
         return
-    flat = kv_pages.view(-1, kv_pages.shape[2])
-    for slot, row in zip(slots.tolist(), kv):
-        if 0 <= slot < len(flat):
-            flat[slot] = row
+    pages, size, _ = kv_pages.shape
+    for slot, row in zip(slots.tolist(), kv.detach()):
+        if 0 <= slot < pages * size:
+            kv_pages[slot // size, slot % size] = row
 
 
 def combine_kv_pages(k_pages: Tensor, v_pages: Tensor) -> Tensor:

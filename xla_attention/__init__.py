@@ -20,34 +20,39 @@ if TYPE_CHECKING:
     )
     from xla_attention.ops import (
         AttentionPlacement,
+        combine_kv_pages,
         flash_attention,
         from_zigzag,
+        multi_queries_paged_attention,
+        paged_attention,
+        ragged_paged_attention,
         segment_ids_from_lengths,
+        split_kv_pages,
         to_zigzag,
+        update_kv_pages,
         use_attention_placement,
     )
 
+_FLEX = ("BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks")
 _OPS = (
+    "AttentionPlacement",
+    "combine_kv_pages",
     "flash_attention",
+    "from_zigzag",
     "multi_queries_paged_attention",
     "paged_attention",
     "ragged_paged_attention",
     "segment_ids_from_lengths",
-    "update_kv_pages",
-)
-_FLEX = ("BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks")
-_OPS = (
-    "AttentionPlacement",
-    "flash_attention",
-    "from_zigzag",
-    "segment_ids_from_lengths",
+    "split_kv_pages",
     "to_zigzag",
+    "update_kv_pages",
     "use_attention_placement",
 )
 __all__ = [
     "AttentionPlacement",
     "BlockMask",
     "and_masks",
+    "combine_kv_pages",
     "create_block_mask",
     "flash_attention",
     "flex_attention",
@@ -60,9 +65,10 @@ __all__ = [
     "pick_device",
     "ragged_paged_attention",
     "segment_ids_from_lengths",
+    "split_kv_pages",
     "to_zigzag",
-    "use_attention_placement",
     "update_kv_pages",
+    "use_attention_placement",
 ]
 
 

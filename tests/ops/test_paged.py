@@ -113,3 +113,24 @@ GOOD = {
 def test_bad_arguments_are_named(changes, error, message):
     with pytest.raises(error, match=message):
         paged.paged_attention(**{**GOOD, **changes})
+
+
+def test_update_of_a_pool_that_is_a_view_takes_no_gradient():
+    pool = torch.zeros(8, 3, 4)
+    k = torch.ones(1, 1, 2, requires_grad=True)
+    paged.update_kv_pages(pool.transpose(0, 1), k, 2 * k, torch.tensor([9]))
+    assert not pool.requires_grad
+    assert pool[1, 1].tolist() == [1, 1, 2, 2] and pool.sum() == 6
+
+
+@pytest.mark.parametrize(
+    "shape, kv_heads, message",
+    [
+        ((3, 8, 256), 3, "kv_heads: got 3"),
+        ((3, 8, 256), 0, "kv_heads: got 0"),
+        ((8, 256), 2, "kv_pages: got shape"),
+    ],
+)
+def test_split_names_what_does_not_fit(shape, kv_heads, message):
+    with pytest.raises(ValueError, match=message):
+        paged.split_kv_pages(torch.zeros(shape), kv_heads)

@@ -206,10 +206,10 @@ def update_kv_pages(
     if kv_pages.device.type == "xla":
         kernel_update(kv_pages, kv, _i32(slots))
         return
-    flat = kv_pages.view(-1, kv_pages.shape[2])
-    for slot, row in zip(slots.tolist(), kv):
-        if 0 <= slot < len(flat):
-            flat[slot] = row
+    pages, size, _ = kv_pages.shape
+    for slot, row in zip(slots.tolist(), kv.detach()):
+        if 0 <= slot < pages * size:
+            kv_pages[slot // size, slot % size] = row
 
 
 def combine_kv_pages(k_pages: Tensor, v_pages: Tensor) -> Tensor:
@@ -219,7 +219,20 @@ def combine_kv_pages(k_pages: Tensor, v_pages: Tensor) -> Tensor:
 
 
 def split_kv_pages(kv_pages: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`combine_kv_pages`."""
+    """The inverse of :func:`combine_kv_pages`.
+
+    Raises:
+        TypeError, ValueError: ``kv_pages`` is not a tensor of pages, or does not hold ``kv_heads`` heads.
+    """
+    _given("kv_pages", kv_pages)
+    if kv_pages.ndim != 3:
+        raise ValueError(
+            f"kv_pages: got shape {tuple(kv_pages.shape)}, needs [num_pages, page_size, columns]"
+        )
+    if kv_heads < 1 or kv_pages.shape[2] % (2 * kv_heads):
+        raise ValueError(
+            f"kv_heads: got {kv_heads}, which must, doubled, divide the {kv_pages.shape[2]} columns"
+        )
     return _split(kv_pages, kv_heads, torch)
 
 

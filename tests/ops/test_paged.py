@@ -115,6 +115,19 @@ def test_bad_arguments_are_named(changes, error, message):
         paged.paged_attention(**{**GOOD, **changes})
 
 
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_results_have_no_gradient(device):
+    given, sinks = tensors(MIXED)
+    q, *rest = (x.to(device) for x in given)
+    assert not paged.ragged_paged_attention(q.requires_grad_(), *rest, sinks=sinks.to(device)).requires_grad
+
+
+def test_update_refuses_pages_that_attention_would():
+    k = torch.zeros(1, 2, 16)
+    with pytest.raises(ValueError, match="kv_pages: got pages of 12 tokens"):
+        paged.update_kv_pages(torch.zeros(3, 12, 64), k, k, torch.tensor([0]))
+
+
 def test_update_of_a_pool_that_is_a_view_takes_no_gradient():
     pool = torch.zeros(8, 3, 4)
     k = torch.ones(1, 1, 2, requires_grad=True)

@@ -188,6 +188,7 @@ def update_kv_pages(
     quantised = kv_pages.dtype in _EIGHT_BITS
     tokens, kv_heads, dim = k.shape
     check_tensor("kv_pages", kv_pages, k, (*kv_pages.shape[:2], 2 * kv_heads * dim), _CACHES)
+    _check_page_size(kv_pages)
     check_tensor("k", k, k, tuple(k.shape), _QUERIES if quantised else (kv_pages.dtype,))
     check_tensor("v", v, k, tuple(k.shape), (k.dtype,))
     check_tensor("slots", slots, k, (tokens,), _INTEGERS)
@@ -256,17 +257,22 @@ def _check(
         )
     check_tensor("q", q, q, tuple(q.shape), _QUERIES)
     check_tensor("kv_pages", kv_pages, q, tuple(kv_pages.shape), _CACHES)
-    kv_heads, page_size = kv_pages.shape[2] // (2 * dim), kv_pages.shape[1]
+    kv_heads = kv_pages.shape[2] // (2 * dim)
     if heads % kv_heads:
         raise ValueError(f"kv_pages: got {kv_heads} heads, which must divide the {heads} heads of q")
-    if page_size not in PAGE_SIZES:
-        raise ValueError(f"kv_pages: got pages of {page_size} tokens, allowed are {PAGE_SIZES}")
-    if kv_pages.dtype in _EIGHT_BITS and page_size < 32:
-        raise ValueError(f"kv_pages: got pages of {page_size} tokens in {kv_pages.dtype}, needs 32 or more")
+    _check_page_size(kv_pages)
     if page_indices.ndim != 2 or 0 in page_indices.shape:
         raise ValueError(f"page_indices: got shape {tuple(page_indices.shape)}, needs [seqs, pages_per_seq]")
     check_tensor("page_indices", page_indices, q, tuple(page_indices.shape), _INTEGERS)
     check_tensor("kv_lens", kv_lens, q, (page_indices.shape[0],), _INTEGERS)
+
+
+def _check_page_size(kv_pages: Tensor) -> None:
+    page_size = kv_pages.shape[1]
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"kv_pages: got pages of {page_size} tokens, allowed are {PAGE_SIZES}")
+    if kv_pages.dtype in _EIGHT_BITS and page_size < 32:
+        raise ValueError(f"kv_pages: got pages of {page_size} tokens in {kv_pages.dtype}, needs 32 or more")
 
 
 def _static(
@@ -316,6 +322,7 @@ def _i32(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.to(torch.int32)
 
 
+@torch.no_grad()
 def _eager(
     q: Tensor,
     kv_pages: Tensor,

@@ -12,6 +12,7 @@ from pallas_kernels.paged_attention import PagedOperands, PagedSpec
 from xla_attention.bridge import JaxFunction, intern_static, static_of
 
 
+@torch.no_grad()  # there is no gradient: a result that asked for one would fail later
 def kernel_attention(
     kind: str,
     q: Tensor,

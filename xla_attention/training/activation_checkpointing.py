@@ -1,8 +1,9 @@
 """Activation checkpointing (arXiv:1604.06174): keep a block's inputs, recompute the rest going backward."""
 
+import contextvars
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,9 +27,27 @@ def checkpoint_activations(model: CausalLM, which: Literal["none", "full"] | int
         block.forward = _recomputed(block.forward, _checkpoint_on(device))
 
 
+def as_now(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """`function`, to be called later under today's autocast and context variables.
+
+    The backward pass runs in a thread of its own, which knows neither that products are in bfloat16 nor how
+    attention is sharded; what it recomputes would be another computation.
+    """
+    context = contextvars.copy_context()
+    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+
+    def run(*args: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+            return context.copy().run(function, *args)  # a copy, as one context cannot be entered twice
+
+    return run
+
+
 def _recomputed(forward: Callable[..., Tensor], checkpoint: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*inputs: Tensor) -> Tensor:
-        return checkpoint(forward, *inputs) if torch.is_grad_enabled() else forward(*inputs)
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        return checkpoint(as_now(forward, inputs[0].device.type), *inputs)
 
     return run
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from xla_attention.models import build_model
 from xla_attention.models.causal_lm import CausalLM
+from xla_attention.training.activation_checkpointing import as_now
 
 Recompute = Literal["none", "selective", "full"]
 Annotate = Callable[[str, Tensor], Tensor]
@@ -156,7 +157,7 @@ class _Recomputed(torch.autograd.Function):
         carry, rest, stacked = tensors[:carried], tensors[1:carried], tensors[carried:]
         (x, *_), entered = _run(keeping, carry, dict(zip(names, stacked)))
         ctx.save_for_backward(entered, *rest, *stacked)
-        ctx.body, ctx.names, ctx.carried = body, names, carried
+        ctx.body, ctx.names, ctx.carried = as_now(body, tensors[0].device.type), names, carried
         return x
 
     @staticmethod

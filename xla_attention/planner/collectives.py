@@ -16,9 +16,10 @@ from xla_attention.planner.cycles.hlo import (
     Module,
     executions,
     parse_hlo,
+    shape_bytes,
 )
 
-_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # XLA turns a collective beside a matrix product into a ring of permutes, so that one piece travels while
 # another is multiplied: in loops whose bodies are called so, or, on a short ring, in a row.
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
@@ -80,7 +81,7 @@ def collectives_of(hlo: str, mesh: Mapping[str, int]) -> list[Collective]:
             shape = f"{_ARRAY.search(shape)[0]}"
         if where.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
-        one = Collective(kind, _axes(i, mesh), times, _bytes(shape), _shapes(shape), source)
+        one = Collective(kind, _axes(i, mesh), times, shape_bytes(shape), _shapes(shape), source)
         if kind == "collective-permute":
             rings[source].append(one)
             windowed = _WINDOWED.search(where)
@@ -114,7 +115,7 @@ def totals(collectives: Iterable[Collective]) -> list[Total]:
 
 
 def _collectives(module: Module) -> list[tuple[str, Instruction]]:
-    opcodes = {kind + suffix for kind in _KINDS for suffix in ("", "-start")}
+    opcodes = {kind + suffix for kind in KINDS for suffix in ("", "-start")}
     return [
         (name, i)
         for name, computation in module.computations.items()
@@ -166,34 +167,23 @@ def _axes(i: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which members of one group differ."""
     sizes = tuple(mesh.values())
     differ = np.zeros(len(sizes), bool)
-    for group in _groups(i.attributes, math.prod(sizes)):
+    for group in groups_of(i, math.prod(sizes)):
         places = np.array(np.unravel_index(group, sizes))
         differ |= (places != places[:, :1]).any(axis=1)
     return tuple(axis for axis, differs in zip(mesh, differ) if differs)
 
 
-def _groups(attributes: str, devices: int) -> np.ndarray:
+def groups_of(i: Instruction, devices: int) -> np.ndarray:
     """Groups of devices, or pairs of a source and a target: `[groups, members]`."""
-    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", attributes):
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", i.attributes):
         return np.array([[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", listed[1])])
     # [groups,members]<=[sizes]T(order): all devices, reshaped, transposed, and reshaped again.
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", i.attributes)
     if iota is None:  # none named: all of them
         return np.arange(devices)[None]
     shape, sizes, order = (tuple(map(int, part.split(","))) if part else None for part in iota.groups())
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return (ids.transpose(order) if order else ids).reshape(shape)
-
-
-def _bytes(shape: str) -> int:
-    return sum(
-        math.prod(map(int, filter(None, dims.split(",")))) * _itemsize(dtype)
-        for dtype, dims in _ARRAY.findall(shape)
-    )
-
-
-def _itemsize(dtype: str) -> int:
-    return 1 if dtype == "pred" else -(-int(re.sub(r"\D", "", dtype)) // 8)
 
 
 def _shapes(shape: str) -> str:

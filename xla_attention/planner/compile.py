@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from xla_attention.bridge import Sharding, lower
 from xla_attention.planner.cycles import (
@@ -48,6 +49,7 @@ class Compiled:
         argument_bytes: device memory of the arguments.
         output_bytes: device memory of the results.
         temp_bytes: device memory of what is between, kernels' VMEM not counted.
+        alias_bytes: of the results that take the place of arguments.
         cached: whether an earlier compilation of the same module gave this.
         kernels: static cycles of each Mosaic kernel, where they were asked for.
     """
@@ -58,6 +60,12 @@ class Compiled:
     temp_bytes: int
     cached: bool
     kernels: tuple[KernelCycles, ...] = ()
+    alias_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory that it needs, arguments and results included."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
 def compile_for_tpu(
@@ -101,15 +109,11 @@ def compile_for_tpu(
         dump_to.mkdir(parents=True, exist_ok=True)
     with nullcontext(dump_to) if dump_to or not cycles else tempfile.TemporaryDirectory() as folder:
         if folder is not None:
-            flags += f" --xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
-        if dump_to is None and cycles:
-            flags += f" --xla_jf_dump_llo_pass_label_regex={DUMPS_READ}"
+            flags += _dump_flags(folder, everything=dump_to is not None)
         answer = _run_worker(module, topology, devices, flags)
         if cycles and "error" not in answer:
             known = [] if sharding else kernel_operands(fn, avals)  # else of unsharded shapes
-            counts = count_cycles(Path(folder), topology.hardware, known)
-            answer["kernels"] = [dataclasses.asdict(kernel) for kernel in counts]
-            answer["counted"] = counter_version()
+            _count_kernels(answer, Path(folder), topology, known)
     write_atomically(entry, json.dumps(answer))
     return _compiled(answer, topology, cached=False)
 
@@ -119,38 +123,48 @@ class CompiledStep:
     """What the compiler made of a program over all chips of a slice.
 
     Attributes:
-        compiled: time, and memory of one chip.
+        compiled: time, and memory of one chip, and the cycles of kernels where they were asked for.
         hlo: text of the optimized, partitioned module.
+        places: coordinates of the chips in the slice, in the order of the module's devices.
     """
 
     compiled: Compiled
     hlo: str
+    places: tuple[tuple[int, ...], ...]
 
 
-def compile_step(module: bytes, topology: Topology) -> CompiledStep:
+def compile_step(
+    module: bytes, topology: Topology, *, cycles: bool = False, flags: Sequence[str] = ()
+) -> CompiledStep:
     """Partitions a program over all chips of ``topology`` and compiles it, in a process of its own.
 
-    Results are kept as those of :func:`compile_for_tpu` are.
+    State takes the place of state: results whose shape and sharding are those of an argument are written over
+    it. Results are kept as those of :func:`compile_for_tpu` are.
 
     Args:
         module: a serialized HLO module with sharding annotations, as torch_xla stages it.
         topology: whose chips are the devices, in their order.
+        cycles: count the static cycles of the kernels, of which those that are alike are counted once.
+        flags: of libtpu, behind those of ``$LIBTPU_INIT_ARGS``.
 
     Raises:
         CompileError: the compiler refused, or died.
     """
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    entry = cache_folder() / "compile" / f"{_key(module, libtpu_version(), topology, flags, 'step')}.json"
+    flag_line = " ".join([os.environ.get("LIBTPU_INIT_ARGS", ""), *flags])
+    entry = cache_folder() / "compile" / f"{_key(module, libtpu_version(), topology, flag_line, 'step')}.json"
     text = entry.with_suffix(".hlo")
-    cached = entry.exists() and text.exists()
-    if cached:
-        answer = json.loads(entry.read_text())
-    else:
-        with tempfile.NamedTemporaryFile(suffix=".hlo") as hlo:
-            answer = _run_worker(module, topology, topology.chips, flags, hlo.name)
+    answer = json.loads(entry.read_text()) if entry.exists() and text.exists() else {}
+    cached = bool(answer) and (not cycles or "error" in answer or answer.get("counted") == counter_version())
+    if not cached:
+        with tempfile.NamedTemporaryFile(suffix=".hlo") as hlo, tempfile.TemporaryDirectory() as folder:
+            dump = _dump_flags(folder) if cycles else ""
+            answer = _run_worker(module, topology, topology.chips, flag_line + dump, hlo.name)
+            if cycles and "error" not in answer:
+                _count_kernels(answer, Path(folder), topology)
             write_atomically(text, Path(hlo.name).read_text())
         write_atomically(entry, json.dumps(answer))
-    return CompiledStep(_compiled(answer, topology, cached=cached), text.read_text())
+    compiled = _compiled(answer, topology, cached=cached)
+    return CompiledStep(compiled, text.read_text(), tuple(map(tuple, answer["places"])))
 
 
 def libtpu_version() -> str:
@@ -166,6 +180,19 @@ def libtpu_version() -> str:
 def cache_folder() -> Path:
     """Where results are kept: ``$XLA_ATTENTION_CACHE``, else ``~/.cache/xla-attention``."""
     return Path(os.environ.get("XLA_ATTENTION_CACHE") or Path.home() / ".cache" / "xla-attention")
+
+
+def _dump_flags(folder: str | Path, everything: bool = False) -> str:
+    flags = f" --xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+    return flags if everything else f"{flags} --xla_jf_dump_llo_pass_label_regex={DUMPS_READ}"
+
+
+def _count_kernels(
+    answer: dict[str, Any], folder: Path, topology: Topology, known: Sequence[Mapping[int, np.ndarray]] = ()
+) -> None:
+    counts = count_cycles(folder, topology.hardware, known)
+    answer["kernels"] = [dataclasses.asdict(kernel) for kernel in counts]
+    answer["counted"] = counter_version()
 
 
 def _run_worker(module: bytes, topology: Topology, devices: int, flags: str, *hlo: str) -> dict[str, Any]:
@@ -194,7 +221,8 @@ def _compiled(answer: dict[str, Any], topology: Topology, *, cached: bool) -> Co
         raise CompileError(f"compilation for {topology} failed: {answer['error']}")
     fields = {name: answer[name] for name in ("seconds", "argument_bytes", "output_bytes", "temp_bytes")}
     kernels = tuple(KernelCycles.from_json(kernel) for kernel in answer.get("kernels", ()))
-    return Compiled(**fields, cached=cached, kernels=kernels)
+    alias_bytes = answer.get("alias_bytes", 0)
+    return Compiled(**fields, cached=cached, kernels=kernels, alias_bytes=alias_bytes)
 
 
 def _key(module: bytes, *rest: object) -> str:

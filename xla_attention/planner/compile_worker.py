@@ -51,13 +51,25 @@ def compile_module(
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "places": [list(device.coords) for device in devices],
     }
 
 
 def _to_stablehlo(module: bytes) -> bytes:
+    """A step as StableHLO; any of its arguments may be written over, as torch_xla lets it."""
     text = _jax.mlir.xla_computation_to_mlir_module(_jax.XlaComputation(module))
-    with mlir.make_ir_context():
-        return mlir.module_to_bytecode(ir.Module.parse(text))
+    with mlir.make_ir_context() as context:
+        parsed = ir.Module.parse(text)
+        main = next(op for op in parsed.body.operations if op.attributes["sym_name"].value == "main")
+        arguments = [
+            {**{a.name: a.attr for a in attributes}, "jax.buffer_donor": ir.BoolAttr.get(True, context)}
+            for attributes in map(ir.DictAttr, main.attributes["arg_attrs"])
+        ]
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(
+            [ir.DictAttr.get(each, context) for each in arguments], context
+        )
+        return mlir.module_to_bytecode(parsed)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import numpy as np
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%([\w.\-]+) = (.*)$")
 _SHAPE = re.compile(r"(pred|[su]\d+)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(pred|token|bf16|[suf]\d+(?:e\dm\d\w*)?|c\d+)\[([\d,]*)\]")
+_BITS = {"pred": 8, "token": 0, "bf16": 16}
 _DTYPES = {
     "pred": "bool",
     **{f"s{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
@@ -108,11 +110,31 @@ def _closing(text: str, begin: int) -> int:
     return len(text)
 
 
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple; padding of layouts is not counted."""
+    return sum(math.prod(dims) * bits for bits, dims in _arrays(shape)) // 8
+
+
+def dimensions(shape: str) -> tuple[int, ...]:
+    """Of an array, or of the first of a tuple."""
+    arrays = _arrays(shape)
+    return arrays[0][1] if arrays else ()
+
+
+def _arrays(shape: str) -> list[tuple[int, tuple[int, ...]]]:
+    """Bits of an element, and dimensions, of each array."""
+    found = []
+    for kind, sizes in _ARRAY.findall(shape):
+        bits = _BITS[kind] if kind in _BITS else int(re.search(r"\d+", kind)[0])
+        found.append((bits, tuple(int(n) for n in sizes.split(",") if n)))
+    return found
+
+
 # An integer array, a tuple of values, or None for what is not known.
 Value = Any
 
 
-class _Frame:
+class Frame:
     """One run of a computation: its instructions, evaluated when they are asked for."""
 
     def __init__(
@@ -132,25 +154,37 @@ class _Frame:
     def root(self) -> Value:
         return self[self._computation.root.name]
 
-    def call(self, i: Instruction) -> _Frame:
+    def call(self, i: Instruction) -> Frame:
         """The run of the computation that a fusion or call names."""
         callee = self._module.computations[i.attribute("calls") or i.attribute("to_apply")]
-        return _Frame(
-            self._module, callee, [functools.partial(self.__getitem__, name) for name in i.operands]
-        )
+        return Frame(self._module, callee, [functools.partial(self.__getitem__, name) for name in i.operands])
 
-    def iterations(self, i: Instruction) -> Iterator[_Frame]:
+    def iterations(self, i: Instruction) -> Iterator[Frame]:
         """The runs of the body of a loop; one, if it is not known how many there are."""
         body, condition = (self._module.computations[i.attribute(name)] for name in ("body", "condition"))
         state = self[i.operands[0]]
         for n in range(_TRIP_LIMIT):
             value = [functools.partial(lambda x: x, state)]
-            more = _Frame(self._module, condition, value).root
+            more = Frame(self._module, condition, value).root
             if more is not None and not more or more is None and n:
                 return
-            frame = _Frame(self._module, body, value)
+            frame = Frame(self._module, body, value)
             yield frame
             state = frame.root
+
+    def trips(self, i: Instruction) -> tuple[int, Frame]:
+        """How often a loop runs, and the run of its body that comes first.
+
+        Raises:
+            ValueError: the number depends on what is not known.
+        """
+        first, count = None, 0
+        for frame in self.iterations(i):
+            first, count = first or frame, count + 1
+        body, condition = (self._module.computations[i.attribute(name)] for name in ("body", "condition"))
+        if count == 1 and Frame(self._module, condition, [lambda: first.root]).root is None:
+            raise ValueError(f"HLO: it is not known how often loop {i.name} runs")
+        return count, first or Frame(self._module, body, [lambda: None])
 
     def _evaluate(self, i: Instruction) -> Value:
         match i.opcode:
@@ -183,7 +217,7 @@ def executions(module: Module, kernel: str) -> list[dict[int, np.ndarray]]:
     """
     holds = functools.cache(lambda name: _holds(module, module.computations[name], kernel))
 
-    def runs(computation: Computation, frame: _Frame) -> Iterator[dict[int, np.ndarray]]:
+    def runs(computation: Computation, frame: Frame) -> Iterator[dict[int, np.ndarray]]:
         for i in computation.instructions.values():
             inner = i.attribute("body") or i.attribute("calls") or i.attribute("to_apply")
             if i.name == kernel:
@@ -195,8 +229,12 @@ def executions(module: Module, kernel: str) -> list[dict[int, np.ndarray]]:
             elif i.opcode in ("fusion", "call") and holds(inner):
                 yield from runs(module.computations[inner], frame.call(i))
 
-    unknown = [lambda: None] * len(module.entry.parameters)
-    return list(runs(module.entry, _Frame(module, module.entry, unknown)))
+    return list(runs(module.entry, entry_frame(module)))
+
+
+def entry_frame(module: Module) -> Frame:
+    """The run of a module, of whose arguments nothing is known."""
+    return Frame(module, module.entry, [lambda: None] * len(module.entry.parameters))
 
 
 def operand_sizes(module: Module, kernel: str) -> list[int]:
@@ -231,6 +269,10 @@ def _constant(i: Instruction) -> Value:
     return flat.reshape(dimensions).astype(_DTYPES[shape[1]])
 
 
+def _dtype(i: Instruction) -> np.dtype:
+    return np.dtype(_DTYPES[_SHAPE.match(i.shape)[1]])
+
+
 def _dimensions(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
 
@@ -260,6 +302,11 @@ _OPERATIONS: Mapping[str, Callable[..., Value]] = {
     "copy-start": lambda i, x: (x, x, None),
     "copy-done": lambda i, x: x[0],
     "bitcast": _reshaped,
+    "bitcast-convert": lambda i, x: x.view(_dtype(i)) if x.itemsize == _dtype(i).itemsize else None,
+    "convert": lambda i, x: x.astype(_dtype(i)),
+    "and": lambda i, x, y: x & y,
+    "or": lambda i, x, y: x | y,
+    "select": lambda i, where, x, y: np.where(where, x, y),
     "reshape": _reshaped,
     "add": lambda i, x, y: x + y,
     "subtract": lambda i, x, y: x - y,

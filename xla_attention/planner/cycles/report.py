@@ -121,18 +121,18 @@ def count(
     time, hbm_bytes = 0.0, 0
     unknown: dict[str, int] = {}
     unsupported: dict[str, int] = {}
-    for operands in calls:
+    for operands, times in _alike(calls):
         machines = [Machine(segments, hardware, operands, core) for core in range(hardware.cores)]
         for machine in machines:
             machine.run()
         slowest = max(machines, key=lambda machine: machine.time)
-        runs += slowest.runs
-        time += slowest.time
-        hbm_bytes += slowest.dma.hbm_bytes
-        for at, times in slowest.unknown.items():
-            unknown[hex(at)] = unknown.get(hex(at), 0) + times
-        for op, times in slowest.unsupported.items():
-            unsupported[op] = unsupported.get(op, 0) + times
+        runs += times * np.asarray(slowest.runs)
+        time += times * slowest.time
+        hbm_bytes += times * slowest.dma.hbm_bytes
+        for at, met in slowest.unknown.items():
+            unknown[hex(at)] = unknown.get(hex(at), 0) + times * met
+        for op, met in slowest.unsupported.items():
+            unsupported[op] = unsupported.get(op, 0) + times * met
 
     lengths = np.array([segment.stop - segment.start for segment in segments])
     cycles = int(lengths @ runs)
@@ -162,3 +162,12 @@ def count(
             for n in hottest
         ),
     )
+
+
+def _alike(calls: Sequence[Mapping[int, np.ndarray]]) -> list[tuple[Mapping[int, np.ndarray], int]]:
+    """Calls with the same operands, once, with their number: a loop over layers makes the same ones."""
+    found: dict[tuple[tuple[int, bytes], ...], tuple[Mapping[int, np.ndarray], int]] = {}
+    for operands in calls:
+        key = tuple((n, operands[n].tobytes()) for n in sorted(operands))
+        found[key] = (operands, found[key][1] + 1 if key in found else 1)
+    return list(found.values())

@@ -1,0 +1,6 @@
+"""The time of a compiled step, instruction by instruction."""
+
+from xla_attention.planner.accounting.network import Network
+from xla_attention.planner.accounting.schedule import Account, Cost, account
+
+__all__ = ["Account", "Cost", "Network", "account"]

@@ -31,7 +31,8 @@ def stage_step(config: TrainConfig, topology: Topology) -> bytes:
     """The serialized HLO module of one optimizer step over all chips of `topology`, not yet partitioned.
 
     Args:
-        config: of the run; its strategy may not be `none`. The data are not read.
+        config: of the run; its strategy may not be `none`, nor its `grad_accumulation` above 1. The data are
+            not read.
 
     Raises:
         ValueError: the configuration, its strategy, and the slice do not fit together.
@@ -74,6 +75,10 @@ def _stage(config: TrainConfig, topology: Topology) -> bytes:
     from xla_attention.training.run import Run, arrange, arrange_on_host
     from xla_attention.training.state import TrainState
 
+    if config.grad_accumulation > 1:  # whose micro batches are programs of their own
+        raise ValueError(
+            f"grad_accumulation={config.grad_accumulation}: a step of one micro batch is staged; set it to 1"
+        )
     strategy = start_spmd(config.sharding)
     if strategy is None or strategy.auto:
         raise ShardingError(

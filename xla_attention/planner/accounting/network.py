@@ -92,7 +92,7 @@ class Network:
             span = int(place.max() - place.min()) + 1
             stride = math.gcd(*(int(x) for x in np.diff(np.unique(place))))
             whole = members * stride >= length
-            found.append((members, whole and self._is_ring(length), (length if whole else span) / members))
+            found.append((members, whole and self._is_ring(length), max(stride, span / members)))
         return found
 
     def _is_ring(self, length: int) -> bool:

@@ -1,20 +1,27 @@
 """What a traced function becomes, and what cannot be traced, in our words."""
 
 import gc
+import math
+import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch_xla
 
 from pallas_kernels.masks import Causal, Chunked, KeyLength, SlidingWindow
 from xla_attention.flex import FlexTraceError, and_masks, noop_mask, or_masks
-from xla_attention.flex.hoist import Sizes, split
+from xla_attention.flex.hoist import Sizes, compute, split
 from xla_attention.flex.plan import make_plan
 from xla_attention.flex.recognise import as_mask
 from xla_attention.flex.trace import trace
 
 SIZES = Sizes(batch=2, heads=4, q_len=40, kv_len=50)
 TABLE = torch.arange(200.0).reshape(4, 50)
+CUBE = torch.arange(100.0).reshape(4, 5, 5)
+IDS = torch.arange(40) * 7 % 4
 
 
 def plan(score_mod=None, mask_mod=None, trained=frozenset()):
@@ -116,6 +123,40 @@ def test_documents_and_lengths_become_operands():
 def test_captured_parts_vary_along_no_more_than_they_depend_on(score_mod, alongs):
     score, hoisted = split(trace(score_mod, "score_mod").result, "score_mod")
     assert [h.along for h in hoisted] == alongs == list(score.operands)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda b, h, q, kv: TABLE[IDS[q], IDS[kv] + 40],
+        lambda b, h, q, kv: TABLE[IDS[kv], -1 - IDS[q]],
+        lambda b, h, q, kv: CUBE[IDS[q] // 3, IDS[q], IDS[kv]],
+        lambda b, h, q, kv: CUBE[h, IDS[q], IDS[kv]],
+    ],
+)
+def test_indices_of_queries_and_of_keys_are_never_written_down_in_pairs(index):
+    """XLA's gather would have them so, two integers a pair: 1 GiB at 8192 x 8192, 32 GiB as a TPU pads them."""
+    traced = trace(lambda s, *at: s * index(*at), "score_mod")
+    _, (hoisted,) = split(traced.result, "score_mod")
+    captured = [jnp.asarray(x.numpy()) for x in traced.captured]
+    learned = next(n for n, x in enumerate(captured) if x.dtype == jnp.float32)
+    sizes = Sizes(1, 2, 9, 13)
+
+    def of_table(table):
+        return compute(hoisted, (*captured[:learned], table, *captured[learned + 1 :]), sizes)
+
+    def there_and_back(table):
+        value, pull = jax.vjp(of_table, table)
+        return value, pull(value)
+
+    every = torch.meshgrid(*map(torch.arange, (1, 2, 9, 13)), indexing="ij")
+    value, _ = there_and_back(captured[learned])
+    np.testing.assert_array_equal(np.broadcast_to(value, every[0].shape), index(*every))
+    program = jax.jit(there_and_back).lower(captured[learned]).as_text()
+    integers = [
+        math.prod(map(int, shape.split("x"))) for shape in re.findall(r"tensor<([\dx]+)xi\d+>", program)
+    ]
+    assert integers and max(integers) < 9 * 13
 
 
 def _python_if(s, b, h, q, kv):

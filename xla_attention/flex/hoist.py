@@ -146,7 +146,28 @@ def _whole(n: Node, captured: tuple[Array, ...], axes: dict[str, int]) -> Array 
     return x.transpose([names.index(name) for name in axes])
 
 
+def _one_by_one(root: Node) -> Node:
+    """``x[i, j]`` as ``x[i][j]`` where no axis enters both: at once, XLA would write down every pair (i, j)."""
+
+    def enters(indices: tuple) -> set[str]:
+        names = frozenset().union(*(i.depends for i in expression.nodes_in(indices)))
+        return names - {"distance"} | ({"q", "kv"} if "distance" in names else set())
+
+    def index(n: Node) -> Node | None:
+        if n.op != "index":
+            return None
+        x, indices = expression.mapped(n.args, _one_by_one)
+        for k in range(1, len(indices)):
+            if not enters(indices[:k]) & enters(indices[k:]):
+                x = node("index", x, indices[:k], dtype=n.dtype, shape=x.shape[k:])
+                return _one_by_one(node("index", x, indices[k:], dtype=n.dtype, shape=n.shape))
+        return node("index", x, indices, dtype=n.dtype, shape=n.shape)
+
+    return rebuild(root, index)
+
+
 def _indexed(value: Node, captured: tuple[Array, ...], axes: dict[str, int], sizes: Sizes) -> Array:
+    value = _one_by_one(value)
     given = expression.inputs()
     leaves = [n for n in expression.leaves(value) if n.op == "captured"]
 

@@ -135,7 +135,7 @@ def test_captured_parts_vary_along_no_more_than_they_depend_on(score_mod, alongs
     ],
 )
 def test_indices_of_queries_and_of_keys_are_never_written_down_in_pairs(index):
-    """XLA's gather would have them so, two integers a pair: 1 GiB at 8192 x 8192, 32 GiB as a TPU pads them."""
+    """XLA would have them so, two integers a pair: at 8192 x 8192, 32 GiB as a TPU pads them."""
     traced = trace(lambda s, *at: s * index(*at), "score_mod")
     _, (hoisted,) = split(traced.result, "score_mod")
     captured = [jnp.asarray(x.numpy()) for x in traced.captured]

@@ -191,3 +191,17 @@ def test_a_window_hides_what_lies_before_it():
     with torch.no_grad():
         same = (model(ids) == model(changed)).all(-1)[0]
     assert same.tolist() == [not 10 <= n <= 10 + reach for n in range(40)]
+
+
+@BOTH
+def test_the_residual_stream_is_in_the_type_of_autocast(config):
+    """Twice as wide, it would be twice the memory that the backward pass keeps."""
+    model, seen = build_model(config), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+    with torch.no_grad():
+        model(token_ids(batch=1, length=16))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(token_ids(batch=1, length=16))
+    layers = config.num_hidden_layers
+    assert seen == [(torch.float32, torch.float32)] * layers + [(torch.bfloat16, torch.bfloat16)] * layers

@@ -23,6 +23,8 @@ from xla_attention import (
     flash_attention,
     flex_attention,
     from_zigzag,
+    merge_heads,
+    split_heads,
     to_zigzag,
     use_attention_placement,
 )
@@ -159,6 +161,31 @@ def by_arguments():
     }
 
 
+def heads():
+    """Heads of 64, turned by angles of each token, split and merged where they lie."""
+    mesh = xs.Mesh(np.arange(8), (2, 2, 2), ("data", "tensor", "context"))
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(BATCH, LENGTH, 256, generator=generator)
+    angle = torch.rand(BATCH, 1, LENGTH, 32, generator=generator) * 7
+
+    def there_and_back(x, cos, sin):
+        y = split_heads(x, 64, cos, sin)
+        o = merge_heads(y.square())
+        return y, o, torch.autograd.grad(o.square().sum(), x)[0]
+
+    want = there_and_back(x.requires_grad_(), angle.cos(), angle.sin())
+    given = [t.detach().to(torch_xla.device()) for t in (x, angle.cos(), angle.sin())]
+    for t, spec in zip(given, (("data", "context", "tensor"), *[("data", None, "context", None)] * 2)):
+        xs.mark_sharding(t, mesh, spec)
+    forget_dumps()
+    with use_attention_placement(AttentionPlacement.of_mesh(mesh)):
+        got = there_and_back(given[0].requires_grad_(), *given[1:])
+    torch_xla.sync()
+    lies, counted = [torch_xla._XLAC._get_xla_sharding_spec(t) for t in got[:2]], collectives()
+    errors = [((a.cpu() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want)]
+    return {"errors": errors, "collectives": counted, "sharding": lies}
+
+
 def forget_dumps():
     torch_xla.sync()
     for file in glob.glob(f"{DUMPS}/*"):
@@ -179,4 +206,5 @@ if __name__ == "__main__":
     DUMPS = sys.argv[1]
     xr.use_spmd()
     torch_xla.device()  # before the first backward on the CPU
-    print(json.dumps({name: case(**how) for name, how in CASES.items()} | {"by arguments": by_arguments()}))
+    found = {name: case(**how) for name, how in CASES.items()}
+    print(json.dumps(found | {"heads": heads(), "by arguments": by_arguments()}))

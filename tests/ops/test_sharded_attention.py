@@ -56,6 +56,13 @@ def test_results_lie_as_queries_do(results):
     assert results["ring"]["sharding"] == "{devices=[2,1,4,1]0,4,2,6,1,3,5,7}"
 
 
+def test_heads_are_split_and_merged_where_they_lie(results):
+    found = results["heads"]
+    assert max(found["errors"]) < 1e-5
+    assert found["collectives"] == {}
+    assert found["sharding"] == ["{devices=[2,2,2,1]<=[8]}", "{devices=[2,2,2]<=[2,2,2]T(0,2,1)}"]
+
+
 def test_placed_by_global_mesh_or_partition_spec(results):
     found = results["by arguments"]
     assert found["equal"]

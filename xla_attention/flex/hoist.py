@@ -147,7 +147,7 @@ def _whole(n: Node, captured: tuple[Array, ...], axes: dict[str, int]) -> Array 
 
 
 def _one_by_one(root: Node) -> Node:
-    """``x[i, j]`` as ``x[i][j]`` where no axis enters both: at once, XLA would write down every pair (i, j)."""
+    """``x[i, j]`` as ``x[i][j]`` where no axis enters both: else XLA would write down every pair (i, j)."""
 
     def enters(indices: tuple) -> set[str]:
         names = frozenset().union(*(i.depends for i in expression.nodes_in(indices)))

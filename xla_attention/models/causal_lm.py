@@ -140,6 +140,16 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return total / (labels != -100).sum().clamp_min(1)
 
 
+def residual_stream(x: Tensor) -> Tensor:
+    """Embeddings in the type that autocast computes in, if it is on: a sum as wide as what is added to it.
+
+    Wider, every layer would read, write and keep for the backward pass twice the bytes; norms and the loss
+    compute in float32 anyway.
+    """
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def check_length(length: int, limit: int, name: str) -> None:
     """Raises ValueError if a sequence is longer than the config's `name` allows."""
     if length > limit:

@@ -4,24 +4,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xla_attention.models.causal_lm import CausalLM, check_length
+from xla_attention.models.causal_lm import CausalLM, check_length, residual_stream
 from xla_attention.models.config import GPTConfig
 from xla_attention.ops.flash import flash_attention
+from xla_attention.ops.heads import merge_heads, split_heads
 
 
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads, self.head_dim = config.n_head, config.head_dim
+        self.head_dim = config.head_dim
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        batch, length, width = x.shape
-        heads = (batch, length, self.heads, self.head_dim)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=-1))
+        q, k, v = (split_heads(part, self.head_dim) for part in self.c_attn(x).chunk(3, dim=-1))
         o = flash_attention(q, k, v, is_causal=True, segment_ids=segment_ids)
-        return self.c_proj(o.transpose(1, 2).reshape(batch, length, width))
+        return self.c_proj(merge_heads(o))
 
 
 class MLP(nn.Module):
@@ -75,7 +74,7 @@ class Transformer(nn.Module):
             positions = self.wpe.weight[: input_ids.shape[1]]
         else:
             positions = self.wpe(positions_in_segments(segment_ids))
-        x = self.wte(input_ids) + positions
+        x = residual_stream(self.wte(input_ids) + positions)
         for block in self.h:
             x = block(x, segment_ids)
         return self.ln_f(x)

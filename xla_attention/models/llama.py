@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xla_attention.models.causal_lm import CausalLM, check_length
+from xla_attention.models.causal_lm import CausalLM, check_length, residual_stream
 from xla_attention.models.config import LlamaConfig
-from xla_attention.models.rope import RotaryEmbedding, apply_rope
+from xla_attention.models.rope import RotaryEmbedding
 from xla_attention.ops.flash import flash_attention
+from xla_attention.ops.heads import merge_heads, split_heads
 
 
 class RMSNorm(nn.Module):
@@ -38,19 +39,20 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=qkv_bias)
         self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.attention_bias)
-        normed = config.model_type == "qwen3"
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
+        self.normed = config.model_type == "qwen3"
+        if self.normed:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        batch, length, _ = x.shape
-        heads = (batch, length, -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
-        v = self.v_proj(x).view(heads).transpose(1, 2)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = self.q_proj(x), self.k_proj(x)
+        if self.normed:
+            q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        q, k = (split_heads(y, self.head_dim, cos, sin) for y in (q, k))
+        v = split_heads(self.v_proj(x), self.head_dim)
         o = flash_attention(q, k, v, is_causal=True, sliding_window=self.window, segment_ids=segment_ids)
-        return self.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
+        return self.o_proj(merge_heads(o))
 
 
 class MLP(nn.Module):
@@ -92,7 +94,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         # Positions need not start again with each document: scores depend on their differences alone.
         cos, sin = self.rotary(input_ids.shape[1] if position_ids is None else position_ids)
-        x = self.embed_tokens(input_ids)
+        x = residual_stream(self.embed_tokens(input_ids))
         for layer in self.layers:
             x = layer(x, cos, sin, segment_ids)
         return self.norm(x)

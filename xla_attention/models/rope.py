@@ -65,14 +65,3 @@ def _llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs of channels `(i, i + head_dim / 2)` by their position's angle, in float32.
-
-    Args:
-        x: `[batch, heads, seq, head_dim]`; the result has its dtype.
-        cos, sin: `[seq, head_dim / 2]` or `[batch, 1, seq, head_dim / 2]`, float32.
-    """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

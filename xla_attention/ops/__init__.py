@@ -1,6 +1,7 @@
 """Attention operators for torch tensors."""
 
 from xla_attention.ops.flash import flash_attention
+from xla_attention.ops.heads import merge_heads, split_heads
 from xla_attention.ops.paged import (
     combine_kv_pages,
     multi_queries_paged_attention,
@@ -17,10 +18,12 @@ __all__ = [
     "combine_kv_pages",
     "flash_attention",
     "from_zigzag",
+    "merge_heads",
     "multi_queries_paged_attention",
     "paged_attention",
     "ragged_paged_attention",
     "segment_ids_from_lengths",
+    "split_heads",
     "split_kv_pages",
     "to_zigzag",
     "update_kv_pages",

@@ -14,6 +14,7 @@ from xla_attention.models.causal_lm import CausalLM
 from xla_attention.sharding.annotate import annotate_gradients, annotate_outputs, annotated, mark
 from xla_attention.sharding.config import ShardingConfig
 from xla_attention.sharding.inputs import local_devices, rows_of_process, to_devices
+from xla_attention.sharding.lookup import look_up_sharded, lookup_of
 from xla_attention.sharding.mesh import build_mesh
 from xla_attention.sharding.strategy import (
     ShardingError,
@@ -83,8 +84,15 @@ class Sharding:
         for name, parameter in model.named_parameters():
             mark(parameter, self.mesh, self._specs[name])
         annotate_gradients(model, self._specs, self.mesh)
-        names = (name for name, _ in model.named_modules())
-        annotate_outputs(model, activation_specs(self.strategy, names), self.mesh)
+        modules = dict(model.named_modules())
+        outputs = activation_specs(self.strategy, modules)
+        annotate_outputs(model, outputs, self.mesh)
+        for name, module in modules.items():
+            if isinstance(module, nn.Embedding):
+                table, output = self._specs[f"{name}.weight"], outputs.get(name, (*self.strategy.inputs, ()))
+                lookup = lookup_of(self.mesh, self.sizes, table, output, module.num_embeddings)
+                if lookup:
+                    look_up_sharded(module, lookup)
 
     def stack_layers(self, model: CausalLM) -> None:
         """For a checked model whose layers have become one with weights `[layers, ...]`: the axes of each

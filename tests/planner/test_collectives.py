@@ -51,6 +51,16 @@ def test_a_collective_in_pieces_is_counted_once_and_a_sum_that_is_cut_is_a_scatt
     ]
 
 
+def test_collectives_of_two_computations_with_one_channel_are_two():
+    names = ("call.1/all_to_all", "call.2/all_to_all", "call.2/all_to_all")
+    lines = [
+        f'%a{n} = bf16[8,16]{{1,0}} all-to-all(%p0), channel_id=1, metadata={{op_name="{name}"}}'
+        for n, name in enumerate(names)
+    ]
+    found = collectives_of(module(*lines), MESH)
+    assert totals(found) == [Total("all-to-all", ("fsdp", "tensor"), 2, 2 * 256)]
+
+
 def test_permutes_beside_a_product_are_one_ring():
     """Zeros go round and gather sums: a reduce-scatter. A piece that only goes round: a gather. Both in a
     row, as XLA leaves short rings; and a permute that no product asked for."""

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from xla_attention.models.registry import build_model, load_model_config
+from xla_attention.sharding.config import ShardingConfig
 from xla_attention.sharding.mesh import AXES
-from xla_attention.sharding.sharding import state_spec
+from xla_attention.sharding.sharding import start_spmd, state_spec
 from xla_attention.sharding.strategy import (
     ShardingError,
     Strategy,
@@ -167,3 +168,8 @@ def test_optimizer_state_lies_as_its_parameter():
     assert state_spec((8, 4), (8, 4), spec) == spec
     assert state_spec((8, 1), (8, 4), spec) == (("tensor",), ())  # Adafactor's row means
     assert state_spec((), (8, 4), spec) == ()
+
+
+def test_auto_is_refused_where_xla_has_no_such_pass():
+    with pytest.raises(ShardingError, match=r"sharding.strategy=auto: .*TPU compiler, got device CPU"):
+        start_spmd(ShardingConfig(strategy="auto"))

@@ -74,12 +74,6 @@ def test_50_steps_under_each_strategy(tmp_path, model):
     check_equals_one_device(tmp_path, model, STRATEGIES, steps=50)
 
 
-@pytest.mark.slow
-def test_a_few_steps_under_auto(tmp_path):
-    """In a process of its own: XLA's auto-sharding is a setting of the whole process."""
-    check_equals_one_device(tmp_path, "llama", ["auto"], steps=4)
-
-
 PLACES = """
 from pathlib import Path
 from small import QUIET, config

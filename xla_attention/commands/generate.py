@@ -8,7 +8,7 @@ import typer
 
 def generate_command(
     checkpoint: Annotated[
-        Path,
+        str,
         typer.Argument(help="A Hugging Face folder, a training checkpoint, or a run's out_dir (its latest)."),
     ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
@@ -63,14 +63,21 @@ def generate_command(
     typer.echo()
 
 
-def find_model_folder(path: Path) -> Path:
-    """The Hugging Face folder that `path` is, holds, or has as its latest training checkpoint.
+def find_model_folder(place: str | Path) -> Path:
+    """The Hugging Face folder that `place` is, holds, or has as its latest training checkpoint.
+
+    Args:
+        place: a folder; or the URL of a run or a checkpoint, which is copied here.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    from xla_attention.training.checkpoint import CheckpointFolder
+    from xla_attention.remote import is_url
+    from xla_attention.training.checkpoint import CheckpointFolder, find_checkpoint
 
+    path = find_checkpoint(place) if is_url(place) else Path(place)
+    if path is None:
+        raise FileNotFoundError(f"{place}: neither a training checkpoint nor a run that has saved one")
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path}: no such folder; models are not downloaded, give one on this machine"

@@ -28,5 +28,5 @@ def train_command(
     result = train(loaded, fresh=fresh)
     if result.stopped_by:
         typer.echo(f"{result.stopped_by}: stopped after step {result.step}; run the same command to go on")
-    typer.echo(f"checkpoint: {result.checkpoint}")
+    typer.echo(f"checkpoint: {loaded.out_dir}/checkpoints/{result.checkpoint.name}")
     typer.echo(f"sample from it: xla-attention generate {loaded.out_dir} --prompt 'def '")

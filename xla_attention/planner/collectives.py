@@ -89,8 +89,9 @@ def collectives_of(hlo: str, mesh: Mapping[str, int]) -> list[Collective]:
                 ring_kinds[source] = windowed[1]
             elif source.startswith("dot.") and ring_kinds.get(source) != "rs":
                 ring_kinds[source] = "rs" if _sends_sums(module, where, i) else "ag"
-        else:  # a collective that runs in pieces beside other work has one channel
-            found.setdefault(_match(r"(channel_id=\d+)", i) or i.name, one)
+        else:  # a collective that runs in pieces beside other work has one channel; so may those of two
+            channel = _match(r"(channel_id=\d+)", i)  # computations, for which the program has two names
+            found.setdefault(f"{kind} {channel} {source}" if channel else i.name, one)
     for source, permutes in rings.items():
         if source not in ring_kinds:
             found |= {f"{source} {n}": permute for n, permute in enumerate(permutes)}

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from xla_attention.bridge import Sharding, lower
+from xla_attention.cache import cache_folder
 from xla_attention.planner.cycles import (
     DUMPS_READ,
     KernelCycles,
@@ -175,11 +176,6 @@ def libtpu_version() -> str:
     packages = str(Path(library).resolve().parents[1])
     found = next(iter(metadata.distributions(name="libtpu", path=[packages])), None)
     return found.version if found else f"at {library}, {Path(library).stat().st_size} bytes"
-
-
-def cache_folder() -> Path:
-    """Where results are kept: ``$XLA_ATTENTION_CACHE``, else ``~/.cache/xla-attention``."""
-    return Path(os.environ.get("XLA_ATTENTION_CACHE") or Path.home() / ".cache" / "xla-attention")
 
 
 def _dump_flags(folder: str | Path, everything: bool = False) -> str:

@@ -47,7 +47,9 @@ def local_devices() -> list[int]:
     return [everywhere.index(device) for device in torch_xla._XLAC._xla_get_runtime_devices()]
 
 
-def to_devices(array: np.ndarray, mesh: xs.Mesh, spec: Spec, rows: np.ndarray, batch_size: int) -> Tensor:
+def to_devices(
+    array: np.ndarray, mesh: xs.Mesh, spec: Spec | None, rows: np.ndarray, batch_size: int
+) -> Tensor:
     """A batch as one sharded tensor, of the rows that this process has.
 
     Each device is sent its own part alone. The other processes' rows are left zero here: they never leave the
@@ -55,6 +57,7 @@ def to_devices(array: np.ndarray, mesh: xs.Mesh, spec: Spec, rows: np.ndarray, b
 
     Args:
         array: `[len(rows), ...]`.
+        spec: the axes of its dimensions; None lets XLA choose.
         rows: their places in the batch.
         batch_size: rows of the whole batch.
     """
@@ -66,5 +69,6 @@ def to_devices(array: np.ndarray, mesh: xs.Mesh, spec: Spec, rows: np.ndarray, b
     whole = np.zeros((batch_size, *array.shape[1:]), array.dtype)
     whole[rows] = array
     tensor = torch.from_numpy(whole).to(torch_xla.device())
-    mark(tensor, mesh, spec)  # nothing is sent before it
+    if spec is not None:
+        mark(tensor, mesh, spec)  # nothing is sent before it
     return tensor

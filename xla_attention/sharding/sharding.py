@@ -14,6 +14,7 @@ from xla_attention.models.causal_lm import CausalLM
 from xla_attention.sharding.annotate import annotate_gradients, annotate_outputs, annotated, mark
 from xla_attention.sharding.config import ShardingConfig
 from xla_attention.sharding.inputs import local_devices, rows_of_process, to_devices
+from xla_attention.sharding.lookup import look_up_sharded, lookup_of
 from xla_attention.sharding.mesh import build_mesh
 from xla_attention.sharding.strategy import (
     ShardingError,
@@ -83,8 +84,15 @@ class Sharding:
         for name, parameter in model.named_parameters():
             mark(parameter, self.mesh, self._specs[name])
         annotate_gradients(model, self._specs, self.mesh)
-        names = (name for name, _ in model.named_modules())
-        annotate_outputs(model, activation_specs(self.strategy, names), self.mesh)
+        modules = dict(model.named_modules())
+        outputs = activation_specs(self.strategy, modules)
+        annotate_outputs(model, outputs, self.mesh)
+        for name, module in modules.items():
+            if isinstance(module, nn.Embedding):
+                table, output = self._specs[f"{name}.weight"], outputs.get(name, (*self.strategy.inputs, ()))
+                lookup = lookup_of(self.mesh, self.sizes, table, output, module.num_embeddings)
+                if lookup:
+                    look_up_sharded(module, lookup)
 
     def stack_layers(self, model: CausalLM) -> None:
         """For a checked model whose layers have become one with weights `[layers, ...]`: the axes of each
@@ -127,7 +135,8 @@ class Sharding:
 
     def to_devices(self, array: np.ndarray, batch_size: int) -> Tensor:
         """A batch `[rows, seq]` of this process's rows, as one `[batch_size, seq]` over all devices."""
-        return to_devices(array, self.mesh, self.strategy.inputs, self.rows(batch_size), batch_size)
+        spec = None if self.strategy.auto else self.strategy.inputs  # what is annotated, XLA leaves there
+        return to_devices(array, self.mesh, spec, self.rows(batch_size), batch_size)
 
     @property
     def zigzag_shards(self) -> int:
@@ -169,7 +178,7 @@ def start_spmd(config: ShardingConfig) -> Strategy | None:
         The strategy, or None for one device.
 
     Raises:
-        ShardingError: the strategy cannot be used, or this process already has tensors on one device.
+        ShardingError: the strategy cannot be used here, or this process already has tensors on one device.
     """
     if config.strategy == "none":
         return None
@@ -177,6 +186,13 @@ def start_spmd(config: ShardingConfig) -> Strategy | None:
     import torch_xla.runtime as xr
 
     strategy = config.load()
+    if strategy.auto and xr.device_type() != "TPU":
+        # XLA's CPU compiler has no such pass: it would replicate everything, and torch_xla, which takes the
+        # places of parameters from each compilation, would compile every step anew.
+        raise ShardingError(
+            f"sharding.strategy={config.strategy}: auto-sharding is a pass of XLA's TPU compiler, got device "
+            f"{xr.device_type()}; choose another strategy, such as fsdp"
+        )
     if not xr.is_spmd() and torch_xla._XLAC._xla_get_spmd_config_is_locked():
         raise ShardingError(
             f"sharding.strategy={config.strategy}: this process has used an XLA device without SPMD; "

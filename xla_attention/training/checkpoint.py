@@ -12,7 +12,8 @@ A sharded run writes weights and optimizer state in parts instead, into `state/`
 it trains on; `export_model` makes a Hugging Face folder of them.
 
 It is written under a temporary name and renamed when it is on the disk: a folder with the final name is
-complete.
+complete. In a bucket, parts are written where they stay, the rest is written here and uploaded, and a marker
+comes last (`remote.py`).
 """
 
 import functools
@@ -32,6 +33,7 @@ from xla_attention.models import build_model, load_model, load_model_config, sav
 from xla_attention.models.causal_lm import CausalLM
 from xla_attention.models.checkpoint import save_description
 from xla_attention.models.config import ModelConfig
+from xla_attention.remote import Remote, is_url
 from xla_attention.text import Tokenizer
 from xla_attention.training import sharded_state
 from xla_attention.training.config import ConfigError, TrainConfig, load_config, save_config
@@ -61,20 +63,26 @@ class CheckpointFolder:
         sharding: of the run; None on one device.
     """
 
-    def __init__(self, folder: Path, keep_last: int, sharding: "Sharding | None" = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | Remote, keep_last: int, sharding: "Sharding | None" = None) -> None:
+        self._remote = folder if isinstance(folder, Remote) else None
+        self.folder = folder.path if isinstance(folder, Remote) else folder
         self.keep_last = keep_last
         self.sharding = sharding
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._being_written: Future[None] | None = None
 
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Complete checkpoints, oldest first; of those in a bucket, where this host puts its copies."""
+        if self._remote:
+            return [self.folder / name for name in self._remote.complete(PREFIX)]
         return sorted(self.folder.glob(f"{PREFIX}*"))
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return next(reversed(self.all()), None)
+        """The newest complete checkpoint; in a bucket, a copy of it, all but its parts."""
+        newest = next(reversed(self.all()), None)
+        if newest and self._remote:
+            return self._remote.fetch(newest.name, without=sharded_state.FOLDER)
+        return newest
 
     def save(
         self,
@@ -96,10 +104,11 @@ class CheckpointFolder:
         """
         self.wait()
         final = self.folder / f"{PREFIX}{state.step:08d}"
-        if final.exists():
+        if final in self.all():
             return final
         if self.sharding:
-            write = _sharded_writer(state, config, tokenizer, data)
+            parts = f"{self._remote.url}/{final.name}/{sharded_state.FOLDER}" if self._remote else None
+            write = _sharded_writer(state, config, tokenizer, data, parts)
         else:
             write = functools.partial(_write, state=state, config=config, tokenizer=tokenizer, data=data)
         if self.sharding and background:
@@ -128,9 +137,16 @@ class CheckpointFolder:
             with atomic_folder(final) as unfinished:
                 barrier()
                 write(unfinished)
+            if self._remote:
+                self._remote.publish(final.name)
             for old in self.all()[: -self.keep_last]:
                 self._remove(old)
         except (OSError, SafetensorError) as error:
+            if self._remote:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} was not written to {self._remote.url}: {error}. "
+                    "Those that are complete there are as they were"
+                ) from error
             latest = self.latest()
             kept = f"the last good one is {latest}" if latest else "there is none before it"
             raise CheckpointError(
@@ -146,17 +162,17 @@ class CheckpointFolder:
         """
         saved = load_file(checkpoint / "training.safetensors")
         random = {key: saved.pop(f"random.{key}") for key in ("host", "device") if f"random.{key}" in saved}
-        parts = checkpoint / "state"
-        if parts.is_dir():
+        parts = sharded_state.place_of(checkpoint)
+        if parts:
             here = sharded_state.named_tensors(state.model, state.optimizer)
             _check_names(checkpoint, here.keys(), sharded_state.names_in(parts))
         else:
             here = named_state(state.model, state.optimizer)
             _check_names(checkpoint, here.keys(), saved.keys())
-        if parts.is_dir() and self.sharding:
+        if parts and self.sharding:
             sharded_state.read_sharded(parts, here)
         else:
-            whole = sharded_state.read_whole(parts, here) if parts.is_dir() else saved
+            whole = sharded_state.read_whole(parts, here) if parts else saved
             for name, tensor in here.items():
                 copy_to_device(tensor, whole[name])
         if self.sharding:
@@ -170,9 +186,15 @@ class CheckpointFolder:
         """Deletes what a killed process left behind."""
         for folder in self.folder.glob(".*.tmp"):
             shutil.rmtree(folder)
+        if self._remote:
+            for name in set(self._remote.names()) - set(self._remote.complete()):
+                self._remote.remove(name)
 
     def _remove(self, checkpoint: Path) -> None:
         """Deletes a checkpoint; first its name, so that half of one never looks complete."""
+        if self._remote:
+            self._remote.remove(checkpoint.name)
+            return
         doomed = unfinished_name(checkpoint)
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
@@ -185,7 +207,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def model_to_restore(checkpoint: Path) -> CausalLM:
     """A checkpoint's model on the CPU, for `CheckpointFolder.restore`, which reads sharded weights itself."""
-    if not (checkpoint / "state").is_dir():
+    if not sharded_state.place_of(checkpoint):
         return load_model(checkpoint / "model")
     return build_model(load_model_config(checkpoint / "model"), device="meta").to_empty(device="cpu")
 
@@ -196,26 +218,58 @@ def load_weights(checkpoint: Path, *, dtype: torch.dtype | None = None) -> Causa
     Args:
         dtype: what to convert the weights to; None keeps that of the checkpoint.
     """
-    if not (checkpoint / "state").is_dir():
+    parts = sharded_state.place_of(checkpoint)
+    if not parts:
         return load_model(checkpoint / "model", dtype=dtype)
     model = model_to_restore(checkpoint)
     stacked = load_config(checkpoint / "config.yaml").scan_layers
     if stacked:
         stack_layers(model)
     parameters = {sharded_state.PARAMETERS + name: p.detach() for name, p in model.named_parameters()}
-    for name, value in sharded_state.read_whole(checkpoint / "state", parameters).items():
+    for name, value in sharded_state.read_whole(parts, parameters).items():
         parameters[name].copy_(value)
     model = unstacked(model) if stacked else model
     return model if dtype is None else model.to(dtype)
 
 
-def export_model(checkpoint: Path, folder: Path, tokenizer: Tokenizer) -> None:
+def find_checkpoint(place: str | Path) -> Path | None:
+    """A run's latest checkpoint, or the checkpoint that `place` is; of a bucket's, a copy without its parts.
+
+    Args:
+        place: a folder, or a URL.
+    """
+    if is_url(place):
+        whole = Remote(place)
+        latest = CheckpointFolder(whole.folder("checkpoints"), keep_last=1).latest()
+        above, _, name = whole.url.rpartition("/")
+        if latest is None and name in (run := Remote(above)).complete(name):
+            latest = run.fetch(name, without=sharded_state.FOLDER)
+        return latest
+    latest = CheckpointFolder(Path(place) / "checkpoints", keep_last=1).latest()
+    return latest or (Path(place) if is_checkpoint(Path(place)) else None)
+
+
+def export_model(checkpoint: Path, folder: str | Path, tokenizer: Tokenizer) -> None:
     """Writes one Hugging Face folder of a checkpoint, sharded or not.
+
+    Args:
+        folder: a path, or a URL.
 
     Raises:
         FileExistsError: `folder` exists and is not empty.
     """
-    save_model(load_weights(checkpoint), folder, tokenizer=tokenizer)
+    if not is_url(folder):
+        save_model(load_weights(checkpoint), folder, tokenizer=tokenizer)
+        return
+    there = Remote(folder)
+    if there.names():
+        raise FileExistsError(f"{folder} exists already; give a new folder or remove it first")
+    shutil.rmtree(there.path, ignore_errors=True)
+    save_model(load_weights(checkpoint), there.path, tokenizer=tokenizer)
+    rest = [file.name for file in there.path.iterdir() if file.name != "config.json"]
+    there.push(rest)
+    there.push(["config.json"])  # without it the folder is no model
+    shutil.rmtree(there.path)
 
 
 def unfinished_name(final: Path) -> Path:
@@ -271,16 +325,22 @@ def _write(folder: Path, state: TrainState, config: TrainConfig, tokenizer: Toke
 
 
 def _sharded_writer(
-    state: TrainState, config: TrainConfig, tokenizer: Tokenizer, data: str
+    state: TrainState, config: TrainConfig, tokenizer: Tokenizer, data: str, parts: str | None
 ) -> Callable[[Path], None]:
-    """Copies the state to the host, and returns what writes it without touching a device."""
+    """Copies the state to the host, and returns what writes it without touching a device.
+
+    Args:
+        parts: the URL that parts are written to; None for a folder of the checkpoint.
+    """
     on_host = sharded_state.to_host(sharded_state.named_tensors(state.model, state.optimizer))
     random, progress = _random(state), _progress(state, data)
 
     def write(folder: Path) -> None:
-        sharded_state.write(folder / "state", on_host)
+        sharded_state.write(parts or folder / sharded_state.FOLDER, on_host)
         if process_index():
             return
+        if parts:
+            (folder / sharded_state.ELSEWHERE).write_text(parts, encoding="utf-8")
         save_description(state.model.config, folder / "model", tokenizer)
         save_file(random, folder / "training.safetensors")
         _write_rest(folder, progress, config)

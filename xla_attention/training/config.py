@@ -4,11 +4,12 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -19,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from xla_attention.remote import is_url
 from xla_attention.sharding.config import ShardingConfig
 
 
@@ -123,6 +125,7 @@ class TrainConfig(Section):
         scan_layers: run the blocks in a loop, so that the program does not grow with their number.
         log_interval: steps between two reports. Losses are fetched only then.
         sharding: how model and batch lie on several devices; `batch_size` is that of all of them.
+        out_dir: where everything is written, a folder or the URL of one in a bucket.
         device: `xla` is the TPU if there is one, else the CPU through XLA; `eager` is plain torch on the CPU.
     """
 
@@ -144,7 +147,7 @@ class TrainConfig(Section):
     seed: NonNegativeInt = 0
     device: Literal["xla", "eager"] = "xla"
     sharding: ShardingConfig = ShardingConfig()
-    out_dir: Path
+    out_dir: Annotated[Path | str, BeforeValidator(lambda place: place if is_url(place) else Path(place))]
 
     @model_validator(mode="after")
     def _something_to_evaluate_on(self) -> "TrainConfig":

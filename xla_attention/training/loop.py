@@ -12,14 +12,22 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from xla_attention.sharding.sharding import start_spmd
-from xla_attention.training.checkpoint import CheckpointError
 from xla_attention.training.config import TrainConfig
 from xla_attention.training.interrupt import StopRequest
 from xla_attention.training.metrics import Metrics, peak_of
 from xla_attention.training.optimizer import learning_rate, set_learning_rate
-from xla_attention.training.processes import folder_of_process, process_index
+from xla_attention.training.processes import process_index
 from xla_attention.training.profiling import StepProfiler
-from xla_attention.training.run import DeviceBatch, Run, erase, exclusive, prepare
+from xla_attention.training.run import (
+    DeviceBatch,
+    Run,
+    erase,
+    exclusive,
+    fetch_reports,
+    folder_of,
+    prepare,
+    push_reports,
+)
 from xla_attention.training.state import sync
 
 
@@ -57,10 +65,11 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
     """
     start_spmd(config.sharding)  # before anything asks which process this is
     console = console or Console(quiet=process_index() > 0)
-    with StopRequest() as stop, exclusive(folder_of_process(config.out_dir)):
+    with StopRequest() as stop, exclusive(folder_of(config)):
         if fresh and process_index() == 0:
-            erase(config.out_dir)
+            erase(config)
         run = prepare(config, console)
+        fetch_reports(config)
         with _metrics(run, console) as metrics, run.attention():
             _train_steps(run, metrics, console, stop)
             eval_loss = None
@@ -69,12 +78,13 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
                 metrics.evaluated(run.state.step, eval_loss)
             _or_warn(run.checkpoints.wait, console)
             checkpoint = run.save()
+        _or_warn(functools.partial(push_reports, config), console)
     return TrainResult(run.state.step, eval_loss, checkpoint, stop.signal)
 
 
 def _train_steps(run: Run, metrics: Metrics, console: Console, stop: StopRequest) -> None:
     config, state = run.config, run.state
-    profiler = StepProfiler(config.profile, config.out_dir / "profile", run.device)
+    profiler = StepProfiler(config.profile, folder_of(config) / "profile", run.device)
     while state.step < config.steps and not stop.signal:
         lr = learning_rate(state.step, config.steps, config.optimizer)
         set_learning_rate(state.optimizer, lr)
@@ -149,20 +159,21 @@ def _due(interval: int | None, step: int) -> bool:
 def _save_or_warn(run: Run, console: Console) -> None:
     """A checkpoint that cannot be written must not cost the training that is in memory."""
     _or_warn(run.checkpoints.wait, console)
+    _or_warn(functools.partial(push_reports, run.config), console)
     _or_warn(functools.partial(run.save, background=True), console)
 
 
 def _or_warn(save: Callable[[], Any], console: Console) -> None:
     try:
         save()
-    except CheckpointError as error:
+    except OSError as error:
         console.print(f"[bold red]warning:[/] {escape(str(error))}; training goes on")
 
 
 def _metrics(run: Run, console: Console) -> Metrics:
     config = run.config
     return Metrics(
-        folder_of_process(config.out_dir),
+        folder_of(config),
         console,
         first_step=run.state.step,
         steps=config.steps,

@@ -16,6 +16,7 @@ from xla_attention.device import pick_device, use_exact_float32
 from xla_attention.models import build_model, load_model, load_model_config
 from xla_attention.models.causal_lm import CausalLM
 from xla_attention.models.config import ModelConfig
+from xla_attention.remote import Remote, is_url
 from xla_attention.sharding.sharding import Sharding, start_spmd
 from xla_attention.text import Tokenizer, load_tokenizer
 from xla_attention.training.activation_checkpointing import checkpoint_activations
@@ -32,9 +33,11 @@ from xla_attention.training.data import (
     training_batch,
 )
 from xla_attention.training.optimizer import build_optimizer
-from xla_attention.training.processes import barrier, process_index, start_processes
+from xla_attention.training.processes import barrier, folder_of_process, process_index, start_processes
 from xla_attention.training.scan_layers import scan_layers, stack_layers
 from xla_attention.training.state import TrainState, seed_random, sync
+
+REPORTS = ("metrics.jsonl", "tensorboard", "profile")
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ def prepare(config: TrainConfig, console: Console) -> Run:
         vocab_size=model_config.vocab_size,
         seed=config.seed,
     )
-    checkpoints = CheckpointFolder(config.out_dir / "checkpoints", config.checkpoint.keep_last, sharding)
+    where = remote.folder("checkpoints") if (remote := remote_of(config)) else config.out_dir / "checkpoints"
+    checkpoints = CheckpointFolder(where, config.checkpoint.keep_last, sharding)
     if process_index() == 0:
         checkpoints.remove_unfinished()
     barrier()
@@ -229,11 +233,44 @@ def exclusive(out_dir: Path) -> Iterator[None]:
         yield
 
 
-def erase(out_dir: Path) -> None:
+def remote_of(config: TrainConfig) -> Remote | None:
+    """The bucket's folder that a run writes to, if it is in a bucket."""
+    return Remote(config.out_dir) if is_url(config.out_dir) else None
+
+
+def folder_of(config: TrainConfig) -> Path:
+    """Where this process reports: `out_dir`, or the folder of this host behind its URL; a folder in it for
+    each process but the first."""
+    remote = remote_of(config)
+    return folder_of_process(remote.path if remote else config.out_dir)
+
+
+def push_reports(config: TrainConfig) -> None:
+    """Uploads what this process reported so far, if `out_dir` is in a bucket.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    if remote := remote_of(config):
+        folder = folder_of(config).relative_to(remote.path)
+        remote.push((folder / name).as_posix() for name in REPORTS)
+
+
+def fetch_reports(config: TrainConfig) -> None:
+    """Replaces the metrics on this host by those in the bucket, which another host may have written."""
+    if remote := remote_of(config):
+        remote.fetch_file((folder_of(config).relative_to(remote.path) / "metrics.jsonl").as_posix())
+
+
+def erase(config: TrainConfig) -> None:
     """Deletes what a run wrote into `out_dir`, and nothing else."""
-    for name in ("checkpoints", "tensorboard", "profile"):
-        shutil.rmtree(out_dir / name, ignore_errors=True)
-    (out_dir / "metrics.jsonl").unlink(missing_ok=True)
+    remote = remote_of(config)
+    for name in ("checkpoints", *REPORTS):
+        if remote:
+            remote.remove(name)
+            continue
+        shutil.rmtree(config.out_dir / name, ignore_errors=True)
+        (config.out_dir / name).unlink(missing_ok=True)
 
 
 def _device(config: TrainConfig) -> tuple[torch.device, str]:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from xla_attention.remote import is_url
 from xla_attention.training.optimizer import named_state
 from xla_attention.training.processes import process_count
 
@@ -22,6 +24,8 @@ for module in (r"torch\.distributed\.checkpoint", r"torch_xla\.distributed\.spmd
     warnings.filterwarnings("ignore", category=UserWarning, module=module)
 
 PARAMETERS, STATE = "parameters.", "optimizer."
+FOLDER = "state"
+ELSEWHERE = "state.url"  # instead of the folder: where in a bucket it is
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -43,36 +47,47 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, on_host: dict[str, Any]) -> None:
-    """Writes what `to_host` gave. All processes call it; it touches no device.
+def place_of(checkpoint: Path) -> Path | str | None:
+    """The folder of a checkpoint's parts, or its URL; None if it is not in parts."""
+    if (checkpoint / ELSEWHERE).is_file():
+        return (checkpoint / ELSEWHERE).read_text(encoding="utf-8")
+    return checkpoint / FOLDER if (checkpoint / FOLDER).is_dir() else None
+
+
+def _reader(place: Path | str) -> FileSystemReader:
+    return FsspecReader(place) if is_url(place) else FileSystemReader(place)
+
+
+def write(place: Path | str, on_host: dict[str, Any]) -> None:
+    """Writes what `to_host` gave to a folder or a URL. All processes call it; it touches no device.
 
     Raises:
         OSError: the disk is full or refuses.
     """
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
-    writer = FileSystemWriter(folder)
+    writer = FsspecWriter(place) if is_url(place) else FileSystemWriter(place)
     try:
         dcp.save(on_host, storage_writer=writer, planner=SPMDSavePlanner(), no_dist=process_count() == 1)
     except dcp.api.CheckpointException as error:
         raise OSError(str(error)) from error
 
 
-def names_in(folder: Path) -> set[str]:
-    """Names of the tensors in a folder."""
-    return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+def names_in(place: Path | str) -> set[str]:
+    """Names of the tensors there."""
+    return set(_reader(place).read_metadata().state_dict_metadata)
 
 
-def read_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
+def read_sharded(place: Path | str, tensors: dict[str, Tensor]) -> None:
     """Reads into sharded XLA tensors, each device its own parts, however they were cut when written."""
     from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner
 
-    reader = FileSystemReader(folder)
+    reader = _reader(place)
     dcp.load(tensors, storage_reader=reader, planner=SPMDLoadPlanner(), no_dist=process_count() == 1)
 
 
-def read_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_whole(place: Path | str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors on the host, in the shapes and types of `tensors`, wherever those are."""
     whole = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    dcp.load(whole, storage_reader=FileSystemReader(folder), no_dist=True)
+    dcp.load(whole, storage_reader=_reader(place), no_dist=True)
     return whole

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 
 
 def run_spmd(program: str, devices: int, **variables: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from xla_attention.models import build_model, load_model_config
 from xla_attention.planner.accounting import Account, Network, account
@@ -24,6 +25,21 @@ OVERLAP_FLAGS = (
 
 class PlanError(ValueError):
     """There is no plan: the step does not fit on the chips, or the configuration not on the slice."""
+
+
+class OutOfMemoryError(PlanError):
+    """A chip's HBM is too small for the step.
+
+    Attributes:
+        needed, capacity: bytes of HBM that the program needs, and that the compiler has for it.
+    """
+
+    def __init__(self, needed: int, capacity: int) -> None:
+        self.needed, self.capacity = needed, capacity
+        super().__init__(
+            f"out of memory: needs {needed / 2**30:.2f} GiB of a chip's HBM, which has "
+            f"{capacity / 2**30:.2f} GiB for it: {(needed - capacity) / 2**30:.2f} GiB too much"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +126,15 @@ def plan(config: TrainConfig, topology: Topology, *, flags: tuple[str, ...] = OV
         flags: of libtpu, behind those of ``$LIBTPU_INIT_ARGS``.
 
     Raises:
-        PlanError: it does not fit.
+        OutOfMemoryError: a chip has too little memory.
+        PlanError: configuration, strategy and slice do not fit together, or the compiler refused.
     """
     try:
         mesh = config.sharding.load().mesh.sizes(topology.chips)
         module = stage_step(config, topology)
         step = compile_step(module, topology, cycles=True, flags=flags)
     except (ValueError, CompileError) as error:
-        raise PlanError(reason(error)) from error
+        raise _in_words(error) from error
     hardware = topology.hardware
     kernels = {k.name: k.total / k.calls / hardware.clock_hz for k in step.compiled.kernels}
     network = Network(topology.generation, topology.shape, step.places)
@@ -133,6 +150,13 @@ def plan(config: TrainConfig, topology: Topology, *, flags: tuple[str, ...] = OV
     )
 
 
-def reason(error: Exception) -> str:
-    """Why there is no plan, in one line."""
-    return str(error).splitlines()[0]
+_TOO_LARGE = re.compile(r"memory space hbm\. Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _in_words(error: Exception) -> PlanError:
+    """Why there is no plan. Of the compiler's message, which goes on for pages, the first line is kept."""
+    if too_large := _TOO_LARGE.search(str(error)):
+        used, unit, capacity, of = too_large.groups()
+        return OutOfMemoryError(int(float(used) * _UNITS[unit]), int(float(capacity) * _UNITS[of]))
+    return PlanError(str(error) if isinstance(error, ValueError) else str(error).splitlines()[0])

@@ -51,7 +51,8 @@ class TrainResult:
 def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = False) -> TrainResult:
     """Trains to `config.steps`, from the last checkpoint in `config.out_dir` if there is one.
 
-    SIGTERM and SIGINT end the run after the current step, with a checkpoint.
+    SIGTERM and SIGINT end the run after the current step, with a checkpoint; a run of several processes after
+    the next, in all of them, whichever got the signal.
 
     Args:
         console: where progress is shown; the terminal by default.
@@ -85,6 +86,7 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
 def _train_steps(run: Run, metrics: Metrics, console: Console, stop: StopRequest) -> None:
     config, state = run.config, run.state
     profiler = StepProfiler(config.profile, folder_of(config) / "profile", run.device)
+    stop.agree()
     while state.step < config.steps and not stop.signal:
         lr = learning_rate(state.step, config.steps, config.optimizer)
         set_learning_rate(state.optimizer, lr)
@@ -93,6 +95,7 @@ def _train_steps(run: Run, metrics: Metrics, console: Console, stop: StopRequest
         state.position += config.sequences_per_step
         metrics.step(state.step, lr, loss, grad_norm)
         profiler.step()
+        stop.agree()
 
         if state.step == config.steps or stop.signal:
             break  # the end has an evaluation and a checkpoint of its own

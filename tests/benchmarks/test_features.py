@@ -24,6 +24,7 @@ def run(*options):
         return CliRunner().invoke(app, ["bench", "features", *options])
 
 
+@pytest.mark.slow
 def test_quick_cases_are_within_the_limits(first_device):
     result = run("--quick", "--verbose")
     assert result.exit_code == 0, result.output

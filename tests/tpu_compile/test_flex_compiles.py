@@ -12,7 +12,7 @@ pytestmark = pytest.mark.tpu_compile
 KNOWN = [name for name in VARIANTS if built_in(name, 1024)]
 
 
-@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2"])
+@pytest.mark.parametrize("name", [pytest.param("v4:2x2x1", marks=pytest.mark.slow), "v5e:2x2"])
 def test_a_table_of_distances(name):
     """v4 has no strided roll, and does without."""
     topology = parse_topology(name)

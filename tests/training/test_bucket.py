@@ -96,6 +96,7 @@ print("null")
 """
 
 
+@pytest.mark.slow
 def test_sharded_parts_go_to_the_bucket_and_another_mesh_reads_them(hosts, tmp_path):
     """2 devices save in the background, 4 devices of another host go on, and one folder is exported to the
     bucket. Losses to 1e-5, by the order of sums."""

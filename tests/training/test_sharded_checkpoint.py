@@ -127,6 +127,7 @@ print("null")
 """
 
 
+@pytest.mark.slow
 def test_kill_9_while_a_checkpoint_is_written_in_the_background(tmp_path):
     """The disk takes seconds for the second checkpoint, and training goes on meanwhile; a kill then leaves
     the first, from which the run ends as one that was never killed: float32 sums are in the same order."""

@@ -62,7 +62,11 @@ def check_equals_one_device(tmp_path, model, strategies, steps):
 
 
 @pytest.mark.parametrize(
-    ("model", "strategies"), [("llama", ("fsdp", "2d", "fsdp_context")), ("gpt2", ("fsdp_context",))]
+    ("model", "strategies"),
+    [
+        ("llama", ("fsdp", "2d", "fsdp_context")),
+        pytest.param("gpt2", ("fsdp_context",), marks=pytest.mark.slow),
+    ],
 )
 def test_a_few_steps(tmp_path, model, strategies):
     check_equals_one_device(tmp_path, model, strategies, steps=4)

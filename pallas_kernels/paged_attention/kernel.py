@@ -17,9 +17,11 @@ In VMEM: ``depth`` buffers of ``block_kv`` tokens, a ring that runs on across bl
 ``depth - 1`` further is asked for before this one is awaited. A full block is awaited once (a DMA semaphore
 counts bytes), a partial one page by page. Beside them one block of Q and O, and O, m, l in float32.
 
-In SMEM: the list of query blocks, and of the page table two windows of ``WINDOW`` sequences, this one's and
-the next; they move on with the grid, so a table of any size fits. The ring runs ahead as far as the windows
-reach.
+In SMEM: the list of query blocks, and of the page table the window of ``WINDOW`` sequences that this one is
+in and the next; they move on with the grid, so a table of any size fits. The ring runs ahead as far as they
+reach. They are flat: a page is asked for by scalar code, which is what takes the time where heads are few. So
+in the common case, a full block that every query sees and another to ask for, both are done in one piece of
+code, and the scalar unit works beside the others.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class _Step:
     """One grid step, a block of queries: the references, and what is static."""
 
     work: Any  # (4 * n,) int32 in SMEM
-    tables: tuple[Any, Any]  # (WINDOW, 1, pages_per_seq) int32 in SMEM
+    tables: Any  # (2 * WINDOW * pages_per_seq,) int32 in SMEM
     q: Any  # (1, sets, rows, D)
     kv: Any  # (num_pages, page_size, 2 * kv_heads * D) in HBM
     sinks: Any  # (heads,) float32 in SMEM, or None
@@ -123,45 +125,54 @@ class _Step:
     def pages(self, left: Any) -> Any:
         return (left + self.page_size - 1) // self.page_size
 
-    def ask(self) -> None:
-        """Asks for the block under the cursor, if there is one and the table's windows show it."""
-        asked, block, n = self.ring[0], self.ring[1], self.ring[2]
+    def wanted(self) -> tuple[Any, Any, Any]:
+        """What the cursor is at: whether it may be asked for, where it begins in the tables, and its keys.
+
+        It may be if there is a block there, and the windows of the tables show it.
+        """
+        block, n = self.ring[1], self.ring[2]
         here = self.entry("sequence", self.index) // WINDOW * WINDOW
         last = (self.core + 1) * self.of_core
         row = self.entry("sequence", jnp.minimum(block, last - 1)) - here
+        start = self.entry("begin", block) + n * self.blocks.block_kv
+        at = row * (self.tables.shape[0] // (2 * WINDOW)) + start // self.page_size
+        return (block < last) & (row < 2 * WINDOW), at, self.entry("end", block) - start
 
-        @pl.when((block < last) & (row < 2 * WINDOW))
+    def start_copies(self, at: Any, pages: range) -> None:
+        """Of some pages of the block under the cursor, whose table begins ``at``."""
+        slot = lax.rem(self.ring[0], self.blocks.depth)
+        for j in pages:
+            self.copy(slot, j, self.tables[at + j]).start()
+
+    def move_on(self) -> None:
+        """Moves the cursor behind a block that was asked for."""
+        block, n = self.ring[1], self.ring[2]
+        ends = n + 1 >= self.key_blocks(block)
+        self.ring[0] = self.ring[0] + 1
+        self.ring[1] = jnp.where(ends, block + 1, block)
+        self.ring[2] = jnp.where(ends, 0, n + 1)
+
+    def ask(self) -> None:
+        """Asks for the block under the cursor, if it may be."""
+        there, at, left = self.wanted()
+
+        @pl.when(there)
         def _() -> None:
-            slot = lax.rem(asked, self.blocks.depth)
-            start = self.entry("begin", block) + n * self.blocks.block_kv
-            left = self.entry("end", block) - start
-            first = start // self.page_size
-
-            def start_copies(table: Any, row: Any) -> None:
-                def start_copy(j: Any) -> None:
-                    self.copy(slot, j, table[row, 0, first + j]).start()
-
-                @pl.when(left >= self.blocks.block_kv)
-                def _() -> None:
-                    for j in range(self.blocks.block_kv // self.page_size):
-                        start_copy(j)
-
-                @pl.when(left < self.blocks.block_kv)
-                def _() -> None:
-                    lax.fori_loop(0, self.pages(left), lambda j, c: (start_copy(j), c)[1], 0)
-
-            @pl.when(row < WINDOW)
+            @pl.when(left >= self.blocks.block_kv)
             def _() -> None:
-                start_copies(self.tables[0], row)
+                self.start_copies(at, range(self.blocks.block_kv // self.page_size))
 
-            @pl.when(row >= WINDOW)
+            @pl.when(left < self.blocks.block_kv)
             def _() -> None:
-                start_copies(self.tables[1], row - WINDOW)
+                slot = lax.rem(self.ring[0], self.blocks.depth)
 
-            ends = n + 1 >= self.key_blocks(block)
-            self.ring[0] = asked + 1
-            self.ring[1] = jnp.where(ends, block + 1, block)
-            self.ring[2] = jnp.where(ends, 0, n + 1)
+                def start_copy(j: Any, carry: Any) -> Any:
+                    self.copy(slot, j, self.tables[at + j]).start()
+                    return carry
+
+                lax.fori_loop(0, self.pages(left), start_copy, 0)
+
+            self.move_on()
 
     def row_head(self, columns: int) -> Array:
         """The kv head of each row, counted within its set."""
@@ -231,7 +242,7 @@ class _Step:
         out = jnp.where(factor == 0.0, 0.0, out * factor)
         self.o[0, set_] = (out.T if self.blocks.transposed else out).astype(self.o.dtype)
 
-    def attend(self, slot: Any, start: Any, position: Any, left: Any) -> None:
+    def attend(self, slot: Any, start: Any, position: Any, left: Any, ask_beside: Any = None) -> None:
         """Adds the keys in a buffer.
 
         Args:
@@ -239,10 +250,16 @@ class _Step:
             start: position of its first key.
             position: of the first query.
             left: keys in it, or None where it is full and every query sees every key.
+            ask_beside: if given, the block under the cursor is full and asked for meanwhile; its table's
+                beginning.
         """
-        self.for_sets(functools.partial(self._attend, slot, start, position, left))
+        sets = self.q.shape[1]
+        if ask_beside is not None and sets > 1:
+            self.start_copies(ask_beside, range(self.blocks.block_kv // self.page_size))
+            ask_beside = None
+        self.for_sets(functools.partial(self._attend, slot, start, position, left, ask_beside))
 
-    def _attend(self, slot: Any, start: Any, position: Any, left: Any, set_: Any) -> None:
+    def _attend(self, slot: Any, start: Any, position: Any, left: Any, ask_beside: Any, set_: Any) -> None:
         width = self.blocks.heads * self.dim
         part = self.blocks.block_kv // self.blocks.chunks
         keys = self.kv.shape[2] // 2  # lanes of all keys; those of the values follow
@@ -256,8 +273,15 @@ class _Step:
             x = self.buffers[slot, i * part : (i + 1) * part, lanes]
             return (widen_float8(x) if x.dtype == jnp.float8_e4m3fn else x).astype(q.dtype)
 
+        def ask(step: int) -> None:
+            """A part of the copies; loads do not move across it, and arithmetic does."""
+            if ask_beside is not None:
+                pages, steps = self.blocks.block_kv // self.page_size, 2 * self.blocks.chunks
+                self.start_copies(ask_beside, range(step * pages // steps, (step + 1) * pages // steps))
+
         def logits(i: int) -> Array:
             products = dot(load(i, 0), q, NT) if self.blocks.transposed else dot(q, load(i, 0), NT)
+            ask(2 * i)
             if self.k_scale is not None:
                 products = products * self.by_head(self.k_scale, set_)
             s = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
@@ -273,6 +297,7 @@ class _Step:
         for i in range(self.blocks.chunks):
             s, following = following, logits(i + 1) if i + 1 < self.blocks.chunks else None
             v = load(i, keys)
+            ask(2 * i + 1)
             if left is not None:  # what was not fetched may be NaN
                 token = i * part + lax.broadcasted_iota(jnp.int32, v.shape, 0)
                 v = jnp.where(token < left, v, jnp.zeros_like(v))
@@ -298,7 +323,6 @@ class _Step:
         begin, end, position = (self.entry(name, index) for name in ("begin", "end", "position"))
 
         def body(n: Any, carry: Any) -> Any:
-            self.ask()
             slot = lax.rem(self.ring[3], self.blocks.depth)
             self.ring[3] = self.ring[3] + 1
             start = begin + n * block_kv
@@ -308,24 +332,36 @@ class _Step:
             if self.spec.sliding_window is not None:
                 first_of_last = position + self.blocks.block_q - self.spec.sliding_window
                 clear = clear & (start >= first_of_last)
+            there, at, further = self.wanted()
+            common = clear & there & (further >= block_kv)
 
-            @pl.when(whole)
-            def _() -> None:
+            def wait() -> None:
                 pltpu.make_async_copy(
                     self.buffers.at[slot], self.buffers.at[slot], self.arrived.at[slot]
                 ).wait()
 
-            @pl.when(left < block_kv)
+            @pl.when(common)
             def _() -> None:
-                lax.fori_loop(0, self.pages(left), lambda j, c: (self.copy(slot, j, 0).wait(), c)[1], 0)
+                wait()
+                self.attend(slot, start, position, None, ask_beside=at)
+                self.move_on()
 
-            @pl.when(clear)
+            @pl.when(~common)
             def _() -> None:
-                self.attend(slot, start, position, None)
+                self.ask()
+                pl.when(whole)(wait)
 
-            @pl.when((left > 0) & ~clear)
-            def _() -> None:
-                self.attend(slot, start, position, left)
+                @pl.when(left < block_kv)
+                def _() -> None:
+                    lax.fori_loop(0, self.pages(left), lambda j, c: (self.copy(slot, j, 0).wait(), c)[1], 0)
+
+                @pl.when(clear)
+                def _() -> None:
+                    self.attend(slot, start, position, None)
+
+                @pl.when((left > 0) & ~clear)
+                def _() -> None:
+                    self.attend(slot, start, position, left)
 
             return carry
 
@@ -372,15 +408,12 @@ def attend_blocks(
         )
     sequences, pages_per_seq = tables.shape
     windows = -(-sequences // WINDOW)
-    pad = ((0, windows * WINDOW - sequences), (0, -pages_per_seq % LANES))
-    tables = jnp.pad(tables, pad)[:, None, :]
+    tables = jnp.pad(tables, ((0, windows * WINDOW - sequences), (0, -pages_per_seq % LANES)))
+    tables = tables.reshape(windows, -1)
+    tables = jnp.concatenate([tables, jnp.roll(tables, -1, axis=0)], axis=1)
 
-    def window(further: int) -> pl.BlockSpec:
-        def at(core: Any, step: Any, work: Any) -> tuple[Any, int, int]:
-            sequence = work[core * of_core + step]
-            return jnp.minimum(sequence // WINDOW + further, windows - 1), 0, 0
-
-        return pl.BlockSpec((WINDOW, 1, tables.shape[2]), at, memory_space=pltpu.SMEM)
+    def window(core: Any, step: Any, work: Any) -> tuple[Any]:
+        return (work[core * of_core + step] // WINDOW,)
 
     given = [x is not None for x in operands]
     extra = [x.astype(jnp.float32) for x in operands if x is not None]
@@ -390,11 +423,11 @@ def attend_blocks(
     if blocks.transposed:
         result, statistic = (sets, width, rows), (sets, 8, rows)
 
-    def kernel(work: Any, near: Any, far: Any, q: Any, kv: Any, *refs: Any) -> None:
+    def kernel(work: Any, tables: Any, q: Any, kv: Any, *refs: Any) -> None:
         rest = iter(refs)
         optional = [next(rest) if there else None for there in given]
         _Step(
-            work, (near, far), q, kv, *optional, *rest,
+            work, tables, q, kv, *optional, *rest,
             blocks=blocks, spec=spec, group=rows // (blocks.heads * blocks.block_q),
             core=pl.program_id(0),
             step=pl.program_id(1),
@@ -408,8 +441,7 @@ def attend_blocks(
             num_scalar_prefetch=1,
             grid=(cores, of_core),
             in_specs=[
-                window(0),
-                window(1),
+                pl.BlockSpec((tables.shape[1],), window, memory_space=pltpu.SMEM),
                 rows_spec,
                 pl.BlockSpec(memory_space=pl.ANY),
                 *[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(extra),
@@ -432,5 +464,5 @@ def attend_blocks(
         ),
         interpret=hardware.interpret,
         name="paged_attention",
-    )(jnp.concatenate(work).astype(jnp.int32), tables, tables, q, kv_pages, *extra)
+    )(jnp.concatenate(work).astype(jnp.int32), tables.reshape(-1), q, kv_pages, *extra)
     return out[:n]

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_attention.models.attention import causal_attention
 from xla_attention.models.causal_lm import CausalLM, check_length, residual_stream
 from xla_attention.models.config import GPTConfig
-from xla_attention.ops.flash import flash_attention
 from xla_attention.ops.heads import merge_heads, split_heads
 
 
@@ -19,7 +19,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         q, k, v = (split_heads(part, self.head_dim) for part in self.c_attn(x).chunk(3, dim=-1))
-        o = flash_attention(q, k, v, is_causal=True, segment_ids=segment_ids)
+        o = causal_attention(q, k, v, segment_ids=segment_ids)
         return self.c_proj(merge_heads(o))
 
 

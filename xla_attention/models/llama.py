@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xla_attention.models.attention import causal_attention
 from xla_attention.models.causal_lm import CausalLM, check_length, residual_stream
 from xla_attention.models.config import LlamaConfig
 from xla_attention.models.rope import RotaryEmbedding
-from xla_attention.ops.flash import flash_attention
 from xla_attention.ops.heads import merge_heads, split_heads
 
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
             k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         q, k = (split_heads(y, self.head_dim, cos, sin) for y in (q, k))
         v = split_heads(self.v_proj(x), self.head_dim)
-        o = flash_attention(q, k, v, is_causal=True, sliding_window=self.window, segment_ids=segment_ids)
+        o = causal_attention(q, k, v, sliding_window=self.window, segment_ids=segment_ids)
         return self.o_proj(merge_heads(o))
 
 

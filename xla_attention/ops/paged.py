@@ -1,4 +1,10 @@
-"""Paged attention for torch: the Pallas kernel on XLA tensors, the plain definition elsewhere."""
+"""Paged attention for torch: the Pallas kernel on XLA tensors, the plain definition elsewhere.
+
+In an SPMD program whose placement (:mod:`xla_attention.ops.placement`) has an axis for heads, and kv heads
+divide over its ``n`` devices, the columns of ``kv_pages`` are ``n`` parts, and each is the pages of one
+device's heads: their keys, then their values. Writing and reading then need no exchange. Else every device
+computes all of it.
+"""
 
 from __future__ import annotations
 
@@ -203,10 +209,10 @@ def update_kv_pages(
             x = x.clamp(-most, most)
             x = (x.round() if kv_pages.dtype == torch.int8 else x).to(kv_pages.dtype)
         rows.append(x.reshape(tokens, kv_heads * dim))
-    kv = torch.cat(rows, dim=1)
     if kv_pages.device.type == "xla":
-        kernel_update(kv_pages, kv, _i32(slots))
+        kernel_update(kv_pages, *rows, _i32(slots), kv_heads)
         return
+    kv = torch.cat(rows, dim=1)
     pages, size, _ = kv_pages.shape
     for slot, row in zip(slots.tolist(), kv.detach()):
         if 0 <= slot < pages * size:

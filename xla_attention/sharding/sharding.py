@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     import torch_xla.distributed.spmd as xs
 
+    from xla_attention.ops.placement import AttentionPlacement
+
 
 class Sharding:
     """Shards models, optimizers and batches over all devices, in a process where SPMD is on.
@@ -61,9 +63,33 @@ class Sharding:
         """Raises ShardingError if the model's parameters or a batch do not fit the mesh."""
         if self.strategy.auto:
             return
+        self.check_parameters(model)
+        check_batch(self.strategy, batch_size, seq_len, self.sizes)
+
+    def check_parameters(self, model: nn.Module) -> None:
+        """Raises ShardingError if the model's parameters do not fit the mesh."""
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._specs = parameter_specs(self.strategy, shapes, self.sizes)
-        check_batch(self.strategy, batch_size, seq_len, self.sizes)
+
+    def place_parameters(self, model: nn.Module) -> None:
+        """Shards parameters, and nothing else: XLA finds the rest from them.
+
+        Args:
+            model: its parameters checked, and on the XLA device.
+        """
+        for name, parameter in model.named_parameters():
+            mark(parameter, self.mesh, self._specs[name])
+
+    def placement_of_heads(self) -> AttentionPlacement:
+        """Of attention over a flat batch of tokens: heads over `tensor`, tokens on every device."""
+        from xla_attention.ops.placement import AttentionPlacement
+
+        return AttentionPlacement.of_partition_spec(self.mesh, (None, "tensor", None, None))
+
+    def place_heads(self, kv_pages: Tensor, kv_heads: int) -> None:
+        """Shards pages of a cache over `tensor`; whole on every device if that does not divide the heads."""
+        divides = kv_heads % self.sizes["tensor"] == 0
+        mark(kv_pages, self.mesh, ((), (), ("tensor",) if divides else ()))
 
     def keep_dimensions(self, model: nn.Module) -> None:
         """Replaces torch's linear layers, which make one dimension of batch and sequence, for which XLA would
@@ -81,8 +107,7 @@ class Sharding:
         """
         if self.strategy.auto:
             return
-        for name, parameter in model.named_parameters():
-            mark(parameter, self.mesh, self._specs[name])
+        self.place_parameters(model)
         annotate_gradients(model, self._specs, self.mesh)
         modules = dict(model.named_modules())
         outputs = activation_specs(self.strategy, modules)

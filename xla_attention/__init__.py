@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         noop_mask,
         or_masks,
     )
+    from xla_attention.generation import Engine, Request, Sampling, generate
     from xla_attention.ops import (
         AttentionPlacement,
         combine_kv_pages,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     )
 
 _FLEX = ("BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks")
+_GENERATION = ("Engine", "Request", "Sampling", "generate")
 _OPS = (
     "AttentionPlacement",
     "combine_kv_pages",
@@ -55,12 +57,16 @@ _OPS = (
 __all__ = [
     "AttentionPlacement",
     "BlockMask",
+    "Engine",
+    "Request",
+    "Sampling",
     "and_masks",
     "combine_kv_pages",
     "create_block_mask",
     "flash_attention",
     "flex_attention",
     "from_zigzag",
+    "generate",
     "masks",
     "merge_heads",
     "multi_queries_paged_attention",
@@ -86,6 +92,8 @@ def __getattr__(name: str) -> Any:
         return getattr(ops, name)
     if name in _FLEX:
         return getattr(importlib.import_module("xla_attention.flex"), name)
+    if name in _GENERATION:
+        return getattr(importlib.import_module("xla_attention.generation"), name)
     if name == "masks":
         return importlib.import_module("xla_attention.masks")
     if name == "pick_device":

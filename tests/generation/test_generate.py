@@ -1,3 +1,6 @@
+import json
+import random
+
 import pytest
 import torch
 import torch_xla
@@ -8,6 +11,7 @@ from typer.testing import CliRunner
 
 from xla_attention.commands.generate import find_model_folder, generate_command
 from xla_attention.generation import Sampling, generate, stream_text
+from xla_attention.generation.prompts import read_prompts
 from xla_attention.models import LlamaConfig, build_model, load_model, save_model
 from xla_attention.text import ByteTokenizer, load_tokenizer
 
@@ -113,6 +117,25 @@ def test_text_comes_in_whole_characters():
     assert list(stream_text(tokenizer, "é".encode()[:1], "é".encode()[1:])) == []
 
 
+def test_pieces_make_the_text_whatever_the_bytes():
+    """Invalid bytes, long runs without a whole character, and characters cut by the decoded window."""
+    draw = random.Random(0)
+    for _ in range(50):
+        ids = list("".join(draw.choices("aé𝄞", k=20)).encode()) + draw.choices(range(257), k=20)
+        draw.shuffle(ids) if draw.random() < 0.5 else None
+        assert "".join(stream_text(ByteTokenizer(), [], ids)) == ByteTokenizer().decode(ids)
+
+
+def test_a_stop_string_is_held_back_until_it_is_another_text():
+    def pieces(text, *stop):
+        return list(stream_text(ByteTokenizer(), [], text.encode(), stop))
+
+    assert pieces("abcabd!", "abd") == ["abc"]
+    assert pieces("xababc", "abc") == ["x", "ab"]
+    assert pieces("ab", "abc") == ["ab"]
+    assert pieces("one two", "two", "e t") == ["o", "n"]
+
+
 class TestCommand:
     app = typer.Typer()
     app.command()(generate_command)
@@ -135,6 +158,57 @@ class TestCommand:
         assert "no such folder" in str(self.run(tmp_path / "gpt2", "--prompt", "a").exception)
         assert "top_p: got 2.0" in str(self.run(folder, "--prompt", "a", "--top-p", 2).exception)
         assert "no config.json" in str(self.run(tmp_path, "--prompt", "a").exception)
+        assert "either --prompt TEXT or" in str(self.run(folder).exception)
+        assert "either --prompt TEXT or" in str(
+            self.run(folder, "--prompt", "a", "--prompts", tmp_path / "p").exception
+        )
+        assert "p.txt: no such file" in str(self.run(folder, "--prompts", tmp_path / "p.txt").exception)
+        lines = tmp_path / "lines.txt"
+        lines.write_text("short\n\n" + "long" * 30 + "\n")
+        message = str(self.run(folder, "--prompts", lines, "--max-new-tokens", 50).exception)
+        assert "lines.txt, line 3: max_new_tokens: 120 prompt tokens and 50 new ones make 170" in message
+
+    def test_continues_a_file_in_its_order(self, folder, model, tmp_path):
+        lines = tmp_path / "prompts.jsonl"
+        written = ["def f(x):", "a\nb", "import os, sys, json"]
+        lines.write_text(
+            "\n".join([json.dumps(written[0]), *(json.dumps({"prompt": w}) for w in written[1:])])
+        )
+        result = self.run(folder, "--prompts", lines, "--max-new-tokens", 12, "--temperature", 0,
+                          "--max-seqs", 2, "--max-tokens", 16, "--page-size", 8)  # fmt: skip
+        assert result.exit_code == 0
+        found = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [line["prompt"] for line in found] == written
+        for line in found:
+            ids = tokens(
+                model, list(line["prompt"].encode()), max_new_tokens=12, stop_ids={256}, vocab_size=257
+            )
+            assert line["text"] == ByteTokenizer().decode(ids)
+        # The cache, and lengths 8 and 16 of greedy batches; sampled ones are not needed.
+        assert "3 graphs compiled, at most 5 ever are" in result.stderr
+        assert "9 pages allocated, 9 freed" in result.stderr
+
+    def test_a_stop_string_is_not_written(self, folder, model):
+        ids = tokens(model, max_new_tokens=12, stop_ids={256}, vocab_size=257)
+        text = ByteTokenizer().decode(ids)
+        result = self.run(folder, "--prompt", "def f(x):", "--max-new-tokens", 12, "--temperature", 0,
+                          "--stop", text[4:7], "--stop", "never there")  # fmt: skip
+        assert result.stdout == "def f(x):" + text[: text.index(text[4:7])] + "\n"
+
+
+def test_files_of_prompts(tmp_path):
+    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_text('one\r\n\n"two" \n')
+    assert read_prompts(text) == {1: "one", 3: '"two" '}
+    lines.write_text('"one"\n{"prompt": "", "id": 3}\n')
+    assert read_prompts(lines) == {1: "one", 2: ""}
+    for wrong, message in (("{", "line 1 is not JSON"), ("[1]", "line 1: needs a string"), ("", "no prompt")):
+        lines.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(lines)
+    text.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        read_prompts(text)
 
 
 def test_the_latest_checkpoint_of_a_run_is_found(tmp_path):

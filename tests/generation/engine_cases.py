@@ -58,8 +58,9 @@ def expected_tokens(folder, requests):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     found = []
     for request in requests:
+        ids = torch.tensor([request.prompt_ids])
         result = model.generate(
-            torch.tensor([request.prompt_ids]), max_new_tokens=request.max_new_tokens, do_sample=False,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, do_sample=False,
             pad_token_id=0, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         best = [logits[0].topk(2).values for logits in result.logits]

@@ -10,7 +10,7 @@ from torch_xla.debug import metrics
 from typer.testing import CliRunner
 
 from xla_attention.commands.generate import find_model_folder, generate_command
-from xla_attention.generation import Sampling, generate, stream_text
+from xla_attention.generation import Engine, Request, Sampling, generate, stream_text
 from xla_attention.generation.prompts import read_prompts
 from xla_attention.models import LlamaConfig, build_model, load_model, save_model
 from xla_attention.text import ByteTokenizer, load_tokenizer
@@ -72,6 +72,17 @@ def test_up_to_the_longest_sequence(model):
     assert len(tokens(model, max_new_tokens=160 - len(PROMPT))) == 160 - len(PROMPT)
     with pytest.raises(ValueError, match="max_new_tokens: 9 prompt tokens and 152 new ones make 161.* 160"):
         tokens(model, max_new_tokens=152)
+
+
+def test_a_step_may_be_longer_than_a_sequence(model, folder, first_device):
+    """150 tokens of a prompt are filled up to 256, though the model takes 160."""
+    prompt_ids = list(range(150))
+    expected = tokens(model, prompt_ids, max_new_tokens=3)
+    assert tokens(load_model(folder).to(first_device), prompt_ids, max_new_tokens=3) == expected
+    engine = Engine(model, max_seqs=200, max_tokens=200)
+    completions = [engine.submit(Request((n,), 2)) for n in range(200)]
+    list(engine.run())
+    assert completions[7].tokens == tokens(model, [7], max_new_tokens=2)
 
 
 def test_stops_before_a_stop_token(model):

@@ -60,14 +60,16 @@ class CausalLM(nn.Module):
         """Logits, or the loss if labels are given.
 
         Args:
-            input_ids: `[batch, seq]`, int32 or int64; `seq` at most `config.max_position_embeddings`.
+            input_ids: `[batch, seq]`, int32 or int64; without `position_ids`, `seq` is at most
+                `config.max_position_embeddings`.
             labels: `[batch, seq]`, int64: the id that follows `input_ids[b, t]`, already shifted by the
                 caller; -100 where there is none to predict.
             segment_ids: `[batch, seq]`, int32: the document of each token, where a row packs several; not
                 negative, not decreasing along it. Tokens attend within their document alone, and each
                 document gives the logits that it gives by itself. None: a row is one document.
             position_ids: `[batch, seq]`, int32 or int64: the place of each token in its document, where the
-                tokens are not in their natural order. None: they are.
+                tokens are not in their natural order; below `config.max_position_embeddings`. None: they
+                are.
 
         Returns:
             Logits `[batch, seq, vocab_size]` in the weights' dtype; with labels, their `next_token_loss`.

@@ -118,7 +118,8 @@ class GPT(CausalLM):
     def hidden_states(
         self, input_ids: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        check_length(input_ids.shape[1], self.config.n_positions, "n_positions")
+        if position_ids is None:
+            check_length(input_ids.shape[1], self.config.n_positions, "n_positions")
         return self.transformer(input_ids, segment_ids, position_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -121,7 +121,8 @@ class Llama(CausalLM):
     def hidden_states(
         self, input_ids: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        check_length(input_ids.shape[1], self.config.max_position_embeddings, "max_position_embeddings")
+        if position_ids is None:
+            check_length(input_ids.shape[1], self.config.max_position_embeddings, "max_position_embeddings")
         return self.model(input_ids, segment_ids, position_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:

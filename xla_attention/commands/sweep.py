@@ -27,7 +27,7 @@ def sweep_command(
     from xla_attention.planner.sweep.config import load_sweep
     from xla_attention.planner.sweep.page import write_page
     from xla_attention.planner.sweep.runner import Row, run_points
-    from xla_attention.planner.sweep.table import show, write_tables
+    from xla_attention.planner.sweep.table import failures, show, write_tables
 
     sweep = load_sweep(config)
     folder = out or Path("runs") / "sweeps" / sweep.name
@@ -44,6 +44,8 @@ def sweep_command(
     draw(sweep, rows, folder / "sweep.png")
     write_page(sweep, rows, folder / "sweep.png", folder / "sweep.html")
     console.print(show(sweep, rows))
+    for failure in failures(rows):
+        console.print(f"no plan: {failure}", style="red", highlight=False, markup=False)
     for note in sweep.notes:
         console.print(f"note: {note}", highlight=False)
     console.print(f"written: sweep.html, sweep.png, sweep.csv, sweep.json in {folder}", highlight=False)

@@ -29,6 +29,7 @@ COLUMNS = {
     "published": "right",
     "why not": "left",
 }
+_WHY = len(COLUMNS) - 1
 
 
 def cells(row: Row, published: Sequence[Published]) -> list[str]:
@@ -42,7 +43,7 @@ def cells(row: Row, published: Sequence[Published]) -> list[str]:
         str(outcome.batch_size),
         str(outcome.seq_len),
         str(row.point.config.activation_checkpointing),
-        "" if outcome.step_seconds is None else f"{outcome.step_seconds * 1e3:,.0f}",
+        _milliseconds(outcome.step_seconds),
         "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}",
         _percent(outcome.mfu),
         _percent(outcome.mfu_causal),
@@ -53,16 +54,25 @@ def cells(row: Row, published: Sequence[Published]) -> list[str]:
 
 
 def show(sweep: Sweep, rows: Sequence[Row]) -> Table:
-    """For the terminal."""
+    """For the terminal, which has no room for why points failed: see `failures`."""
     table = Table(title=f"{sweep.name}: predicted", title_justify="left")
     columns = [cells(row, sweep.published) for row in rows]
-    kept = [n for n in range(len(COLUMNS)) if any(row[n] for row in columns)]
+    kept = [n for n in range(_WHY) if any(row[n] for row in columns)]
     for n, (name, justify) in enumerate(COLUMNS.items()):
         if n in kept:
             table.add_column(name, justify=justify, overflow="fold")
     for row in columns:
         table.add_row(*(row[n] for n in kept))
     return table
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """A line for each point that failed: which it is, and why."""
+    return [
+        f"{row.point.label} on {row.outcome.topology}, batch {row.outcome.batch_size}: {row.outcome.error}"
+        for row in rows
+        if row.outcome.error
+    ]
 
 
 def record(row: Row, published: Sequence[Published]) -> dict[str, Any]:
@@ -110,8 +120,14 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 
 def _in_words(published: Published) -> str:
     seconds = published.step_seconds
-    parts = [_percent(published.mfu), "" if seconds is None else f"{seconds * 1e3:,.0f} ms"]
+    parts = [_percent(published.mfu), f"{_milliseconds(seconds)} ms" if seconds else ""]
     return ", ".join(part for part in parts if part)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e3:,.0f}" if seconds >= 1 else f"{seconds * 1e3:.3g}"
 
 
 def _percent(share: float | None) -> str:

@@ -15,6 +15,7 @@ from xla_attention.commands.export import export_command
 from xla_attention.commands.generate import generate_command
 from xla_attention.commands.plan import plan_command
 from xla_attention.commands.show_mask import show_mask_command
+from xla_attention.commands.sweep import sweep_command
 from xla_attention.commands.tokenize import tokenize_command
 from xla_attention.commands.train import train_command
 from xla_attention.commands.tune import tune_command
@@ -50,6 +51,7 @@ app.command("tokenize")(tokenize_command)
 app.command("compile")(compile_command)
 app.command("collectives")(collectives_command)
 app.command("plan")(plan_command)
+app.command("sweep")(sweep_command)
 app.command("tune")(tune_command)
 app.command("show-mask")(show_mask_command)
 app.add_typer(bench_app, name="bench")

@@ -135,7 +135,12 @@ class CompiledStep:
 
 
 def compile_step(
-    module: bytes, topology: Topology, *, cycles: bool = False, flags: Sequence[str] = ()
+    module: bytes,
+    topology: Topology,
+    *,
+    cycles: bool = False,
+    flags: Sequence[str] = (),
+    auto_mesh: Sequence[int] = (),
 ) -> CompiledStep:
     """Partitions a program over all chips of ``topology`` and compiles it, in a process of its own.
 
@@ -147,19 +152,22 @@ def compile_step(
         topology: whose chips are the devices, in their order.
         cycles: count the static cycles of the kernels, of which those that are alike are counted once.
         flags: of libtpu, behind those of ``$LIBTPU_INIT_ARGS``.
+        auto_mesh: sizes of the axes over which XLA's auto-sharding places every tensor; empty: as annotated.
 
     Raises:
         CompileError: the compiler refused, or died.
     """
+    auto = [json.dumps(list(auto_mesh))] if auto_mesh else []
     flag_line = " ".join([os.environ.get("LIBTPU_INIT_ARGS", ""), *flags])
-    entry = cache_folder() / "compile" / f"{_key(module, libtpu_version(), topology, flag_line, 'step')}.json"
+    key = _key(module, libtpu_version(), topology, flag_line, "step", *auto)
+    entry = cache_folder() / "compile" / f"{key}.json"
     text = entry.with_suffix(".hlo")
     answer = json.loads(entry.read_text()) if entry.exists() and text.exists() else {}
     cached = bool(answer) and (not cycles or "error" in answer or answer.get("counted") == counter_version())
     if not cached:
         with tempfile.NamedTemporaryFile(suffix=".hlo") as hlo, tempfile.TemporaryDirectory() as folder:
             dump = _dump_flags(folder) if cycles else ""
-            answer = _run_worker(module, topology, topology.chips, flag_line + dump, hlo.name)
+            answer = _run_worker(module, topology, topology.chips, flag_line + dump, hlo.name, *auto)
             if cycles and "error" not in answer:
                 _count_kernels(answer, Path(folder), topology)
             write_atomically(text, Path(hlo.name).read_text())
@@ -191,7 +199,7 @@ def _count_kernels(
     answer["counted"] = counter_version()
 
 
-def _run_worker(module: bytes, topology: Topology, devices: int, flags: str, *hlo: str) -> dict[str, Any]:
+def _run_worker(module: bytes, topology: Topology, devices: int, flags: str, *rest: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".mlir") as file:
         file.write(module)
         file.flush()
@@ -199,7 +207,7 @@ def _run_worker(module: bytes, topology: Topology, devices: int, flags: str, *hl
         process = subprocess.run(
             [
                 *(sys.executable, "-m", "xla_attention.planner.compile_worker"),
-                *(file.name, options, str(devices), *hlo),
+                *(file.name, options, str(devices), *rest),
             ],
             env={**os.environ, **_ENVIRONMENT, "LIBTPU_INIT_ARGS": flags},
             capture_output=True,

@@ -1,12 +1,13 @@
 """Compiles one module for a TPU that is not attached, in a process of its own.
 
-    python -m xla_attention.planner.compile_worker MODULE OPTIONS DEVICES [HLO]
+    python -m xla_attention.planner.compile_worker MODULE OPTIONS DEVICES [HLO [AUTO]]
 
 ``MODULE`` is a file with a serialized portable StableHLO module; or, where ``HLO`` is given, with an HLO
 module, whose optimized text goes into that file. ``OPTIONS`` are the arguments of ``get_topology_desc`` as
-JSON, ``DEVICES`` is the number of devices that the module is partitioned over. Prints one line of JSON: the
-compile time and memory of a device, or the compiler's error. libtpu reads its flags once, from the
-environment, when it is loaded: hence the process.
+JSON, ``DEVICES`` is the number of devices that the module is partitioned over. ``AUTO`` is the shape of a
+mesh as JSON, over which XLA's auto-sharding places every tensor; without it, annotations decide. Prints one
+line of JSON: the compile time and memory of a device, or the compiler's error. libtpu reads its flags once,
+from the environment, when it is loaded: hence the process.
 """
 
 import json
@@ -23,7 +24,7 @@ from jaxlib.mlir import ir
 
 
 def compile_module(
-    module: bytes, options: dict[str, Any], count: int, hlo: Path | None = None
+    module: bytes, options: dict[str, Any], count: int, hlo: Path | None = None, auto: list[int] | None = None
 ) -> dict[str, Any]:
     devices = topologies.get_topology_desc(**options).devices[:count]
     compile_options = xla_client.CompileOptions()
@@ -35,6 +36,10 @@ def compile_module(
         # As torch_xla compiles: what has no annotation lies as its neighbours do.
         build.allow_spmd_sharding_propagation_to_parameters = [True]
         build.allow_spmd_sharding_propagation_to_output = [True]
+    if auto:
+        build.use_auto_spmd_partitioning = True
+        build.auto_spmd_partitioning_mesh_shape = auto
+        build.auto_spmd_partitioning_mesh_ids = list(range(count))
     if hlo:
         module = _to_stablehlo(module)
     start = time.perf_counter()
@@ -73,6 +78,13 @@ def _to_stablehlo(module: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    module, options, devices, *hlo = sys.argv[1:]
-    answer = compile_module(Path(module).read_bytes(), json.loads(options), int(devices), *map(Path, hlo))
+    module, options, devices, *rest = sys.argv[1:]
+    hlo, auto = (*rest, None, None)[:2]
+    answer = compile_module(
+        Path(module).read_bytes(),
+        json.loads(options),
+        int(devices),
+        Path(hlo) if hlo else None,
+        json.loads(auto) if auto else None,
+    )
     print(json.dumps(answer))

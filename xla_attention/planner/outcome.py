@@ -91,3 +91,8 @@ def of_failure(config: TrainConfig, topology: Topology, error: PlanError) -> Out
     if isinstance(error, OutOfMemoryError):
         memory = {"memory_bytes": error.needed, "capacity_bytes": error.capacity}
     return _of_point(config, topology, error=str(error), **memory)
+
+
+def of_error(config: TrainConfig, topology: Topology, error: str) -> Outcome:
+    """A point that was not planned, and why."""
+    return _of_point(config, topology, error=error)

@@ -130,9 +130,11 @@ def plan(config: TrainConfig, topology: Topology, *, flags: tuple[str, ...] = OV
         PlanError: configuration, strategy and slice do not fit together, or the compiler refused.
     """
     try:
-        mesh = config.sharding.load().mesh.sizes(topology.chips)
+        strategy = config.sharding.load()
+        mesh = strategy.mesh.sizes(topology.chips)
         module = stage_step(config, topology)
-        step = compile_step(module, topology, cycles=True, flags=flags)
+        auto_mesh = tuple(mesh.values()) if strategy.auto else ()
+        step = compile_step(module, topology, cycles=True, flags=flags, auto_mesh=auto_mesh)
     except (ValueError, CompileError) as error:
         raise _in_words(error) from error
     hardware = topology.hardware

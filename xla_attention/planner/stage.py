@@ -1,8 +1,8 @@
 """The training step of a configuration, as the HLO that torch_xla compiles, without memory or a TPU.
 
 Parameters, optimizer state and batches are placeholders, which have a shape and a sharding and no data; the
-step itself is the one that training runs. Staging needs a process of its own with as many virtual CPU devices
-as the slice has chips, and SPMD on.
+step itself is the one that training runs. Staging needs a process of its own with virtual CPU devices, and
+SPMD on.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from xla_attention.training.run import DeviceBatch
 
 
+# torch counts the devices that autograd runs on in eight signed bits.
+_MOST_DEVICES = 64
+
+
 def stage_step(config: TrainConfig, topology: Topology) -> bytes:
     """The serialized HLO module of one optimizer step over all chips of `topology`, not yet partitioned.
 
@@ -42,7 +46,7 @@ def stage_step(config: TrainConfig, topology: Topology) -> bytes:
         request = {"config": config.model_dump(mode="json"), "topology": str(topology), "out": str(module)}
         environment = {
             "PJRT_DEVICE": "CPU",
-            "CPU_NUM_DEVICES": str(topology.chips),
+            "CPU_NUM_DEVICES": str(min(topology.chips, _MOST_DEVICES)),
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }
@@ -79,11 +83,12 @@ def _stage(config: TrainConfig, topology: Topology) -> bytes:
         raise ValueError(
             f"grad_accumulation={config.grad_accumulation}: a step of one micro batch is staged; set it to 1"
         )
-    strategy = start_spmd(config.sharding)
-    if strategy is None or strategy.auto:
+    strategy = start_spmd(config.sharding, staging=True)
+    if strategy is None:
         raise ShardingError(
             f"sharding.strategy={config.sharding.strategy}: a step is staged under a strategy"
         )
+    torch_xla.runtime.global_runtime_device_count = lambda: topology.chips  # annotations name all of them
     sharding = Sharding(strategy)
     stage_for(topology.hardware)
     device = torch_xla.device()
@@ -139,7 +144,8 @@ def _batch(config: TrainConfig, sharding: Sharding, segments: bool) -> DeviceBat
 
     def ids(dtype: torch.dtype) -> Tensor:
         tensor = _placeholder((config.batch_size, config.seq_len), dtype)
-        mark(tensor, sharding.mesh, spec)
+        if not sharding.strategy.auto:
+            mark(tensor, sharding.mesh, spec)
         return tensor
 
     return DeviceBatch(

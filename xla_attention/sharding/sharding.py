@@ -196,8 +196,11 @@ def state_spec(shape: tuple[int, ...], parameter_shape: tuple[int, ...], spec: S
     return tuple(axes if n == m else () for n, m, axes in zip(shape, parameter_shape, spec))
 
 
-def start_spmd(config: ShardingConfig) -> Strategy | None:
+def start_spmd(config: ShardingConfig, *, staging: bool = False) -> Strategy | None:
     """Switches SPMD on if a strategy is given; call it before anything is put on an XLA device.
+
+    Args:
+        staging: steps are recorded for another compiler, and none is run here.
 
     Returns:
         The strategy, or None for one device.
@@ -211,7 +214,8 @@ def start_spmd(config: ShardingConfig) -> Strategy | None:
     import torch_xla.runtime as xr
 
     strategy = config.load()
-    if strategy.auto and xr.device_type() != "TPU":
+    auto = strategy.auto and not staging
+    if auto and xr.device_type() != "TPU":
         # XLA's CPU compiler has no such pass: it would replicate everything, and torch_xla, which takes the
         # places of parameters from each compilation, would compile every step anew.
         raise ShardingError(
@@ -223,6 +227,6 @@ def start_spmd(config: ShardingConfig) -> Strategy | None:
             f"sharding.strategy={config.strategy}: this process has used an XLA device without SPMD; "
             "call torch_xla.runtime.use_spmd() first, or train in a process of its own"
         )
-    if not xr.is_spmd() or strategy.auto and "XLA_AUTO_SPMD" not in os.environ:
-        xr.use_spmd(auto=strategy.auto)
+    if not xr.is_spmd() or auto and "XLA_AUTO_SPMD" not in os.environ:
+        xr.use_spmd(auto=auto)
     return strategy

@@ -4,7 +4,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -194,8 +194,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: no such file, not YAML, an unknown key or a value that is not allowed.
     """
-    raw = _read_yaml(Path(path))
-    _anchor_paths(raw, Path(path).parent)
+    return parse_config(read_yaml(Path(path)), Path(path).parent, overrides, source=str(path))
+
+
+def parse_config(
+    raw: dict[str, Any], folder: Path, overrides: Sequence[str] = (), *, source: str
+) -> TrainConfig:
+    """A configuration from the mapping that a file holds; the arguments are otherwise `load_config`'s.
+
+    Args:
+        raw: is changed.
+        folder: that the paths in `raw` are relative to.
+        source: its name, for errors.
+
+    Raises:
+        ConfigError: an unknown key or a value that is not allowed.
+    """
+    _anchor_paths(raw, folder)
     for override in overrides:
         _apply_override(raw, override)
     _anchor_paths(raw, Path())
@@ -203,7 +218,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_explain(error, str(path))) from None
+        raise ConfigError(explain(error, source, TrainConfig)) from None
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
@@ -216,7 +231,8 @@ def expand_stdlib(pattern: str) -> str:
     return pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a file. Raises ConfigError if there is none."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     try:
@@ -271,16 +287,17 @@ def _expand_model(raw: dict[str, Any]) -> None:
     """Replaces the name of a model's YAML file by its contents, so that the configuration stands alone."""
     model = raw.get("model")
     if isinstance(model, str) and Path(model).suffix in (".yaml", ".yml"):
-        raw["model"] = _read_yaml(Path(model))
+        raw["model"] = read_yaml(Path(model))
 
 
-def _explain(error: ValidationError, source: str) -> str:
+def explain(error: ValidationError, source: str, root: type[BaseModel]) -> str:
+    """Every problem of a file of type `root`, with its key and what is allowed, a line each."""
     lines = []
     for problem in error.errors():
         # A union adds the name of each of its types, which is no key of the file.
         where = [str(part) for part in problem["loc"] if isinstance(part, int) or part.isidentifier()]
         if problem["type"] == "extra_forbidden":
-            allowed = ", ".join(_section_at(where[:-1]).model_fields)
+            allowed = ", ".join(_section_at(root, where[:-1]).model_fields)
             lines.append(f"{'.'.join(where)}: unknown key; allowed here: {allowed}")
         elif problem["type"] == "missing":
             lines.append(f"{'.'.join(where)}: required, but not given")
@@ -289,8 +306,12 @@ def _explain(error: ValidationError, source: str) -> str:
     return "\n".join([f"{source} cannot be used:", *(f"  {line}" for line in lines)])
 
 
-def _section_at(where: Sequence[str]) -> type[BaseModel]:
-    section: type[BaseModel] = TrainConfig
+def _section_at(root: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
+    section = root
     for name in where:
-        section = section.model_fields[name].annotation
+        if isinstance(section, type) and issubclass(section, BaseModel) and name in section.model_fields:
+            section = section.model_fields[name].annotation
+    # Of a list of sections, or of one among other types, the section.
+    while not (isinstance(section, type) and issubclass(section, BaseModel)):
+        section = next(each for each in get_args(section) if each not in (str, int, type(None)))
     return section

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -286,11 +286,6 @@ def _of_all_kernels(module: Module, seconds: Mapping[str, float]) -> dict[str, f
     return found
 
 
-def largest(costs: Iterable[Cost], count: int) -> list[Cost]:
-    """The costs that take most of a step."""
-    return sorted(costs, key=lambda cost: -cost.total)[:count]
-
-
 def _begins(i: Instruction) -> bool:
     return i.opcode.endswith("-start") or i.name.startswith("async-collective-start")
 
@@ -304,13 +299,6 @@ def _flight(module: Module, i: Instruction, done: bool = False) -> str:
     if i.opcode == "fusion":  # a collective in pieces, which have one channel
         return _match(_CHANNEL, _inner_collective(module, i))
     return i.operands[0] if done else i.name
-
-
-@dataclasses.dataclass(frozen=True)
-class _Collective:
-    kind: str
-    bytes: int  # of the whole tensor
-    groups: np.ndarray
 
 
 def _inner_collective(module: Module, i: Instruction) -> Instruction | None:

@@ -1,0 +1,1 @@
+"""A grid of training steps, each predicted by the compiler."""

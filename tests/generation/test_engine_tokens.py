@@ -9,7 +9,7 @@ from spmd import run_spmd
 from xla_attention.models import load_model
 
 # A request takes up to 11 pages of 8 tokens; eight are in the batch.
-AMPLE, SCARCE = {"pages": 96}, {"pages": 13}
+AMPLE, SCARCE = {"pages": 96}, {"pages": 11}
 NAMES = ["llama", "mistral", "qwen3", "gpt2"]
 
 

@@ -1,5 +1,7 @@
 """Small random models of transformers, the ones that ours are compared with."""
 
+import copy
+
 import torch
 import transformers
 
@@ -56,7 +58,8 @@ CONFIGS = {
 def their_model(name, seed=0):
     """A random transformers model, every vector (norms, biases) random too, so that none can be forgotten."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
+    config = copy.deepcopy(CONFIGS[name])  # a model writes its dtype into its configuration
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -11,6 +11,7 @@ import torch_xla.debug.metrics as xla_metrics
 from rich.console import Console
 from small import GPT, LLAMA, QUIET, config, losses
 
+import xla_attention.models.attention as model_attention
 import xla_attention.models.llama as llama
 from xla_attention.training.config import ConfigError, load_config
 from xla_attention.training.data import as_batch
@@ -105,14 +106,14 @@ def test_activation_checkpointing_recomputes_blocks_going_backward(tmp_path, mon
 def test_bfloat16_computes_with_float32_parameters(tmp_path, monkeypatch, device):
     """Attention sees bfloat16; what the optimizer keeps is float32; losses stay within bfloat16's reach."""
     seen = []
-    attention = llama.flash_attention
+    attention = model_attention.flash_attention
 
     def spy(q, k, v, **options):
         o = attention(q, k, v, **options)
         seen.append({x.dtype for x in (q, k, v, o)})
         return o
 
-    monkeypatch.setattr(llama, "flash_attention", spy)
+    monkeypatch.setattr(model_attention, "flash_attention", spy)
     reduced, run = steps_of(tmp_path, device=device, compute_dtype="bfloat16")
     assert seen and all(dtypes == {torch.bfloat16} for dtypes in seen)
     state = [

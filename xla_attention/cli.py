@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from xla_attention.commands.advise import advise_command
 from xla_attention.commands.bench import bench_app
 from xla_attention.commands.collectives import collectives_command
 from xla_attention.commands.compile import compile_command
@@ -51,6 +52,7 @@ app.command("tokenize")(tokenize_command)
 app.command("compile")(compile_command)
 app.command("collectives")(collectives_command)
 app.command("plan")(plan_command)
+app.command("advise")(advise_command)
 app.command("sweep")(sweep_command)
 app.command("tune")(tune_command)
 app.command("show-mask")(show_mask_command)

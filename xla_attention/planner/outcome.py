@@ -29,6 +29,8 @@ class Outcome(BaseModel):
         largest: the three largest costs, in words.
         compile_seconds: that the compiler took.
         error: why there is nothing else.
+        device: what the step was measured on, and what its MFU is against; None if it was predicted.
+        predicted_seconds: of a step that was measured, what was predicted for `topology`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,6 +53,8 @@ class Outcome(BaseModel):
     largest: list[str] = []
     compile_seconds: float | None = None
     error: str | None = None
+    device: str | None = None
+    predicted_seconds: float | None = None
 
 
 def _of_point(config: TrainConfig, topology: Topology, **fields: Any) -> Outcome:
@@ -82,6 +86,39 @@ def of_plan(plan: Plan) -> Outcome:
         hidden_communication=plan.account.hidden_communication(),
         largest=largest_in_words(plan.account, plan.topology.hardware.peak_flops),
         compile_seconds=plan.compile_seconds,
+    )
+
+
+def measured(
+    config: TrainConfig,
+    topology: Topology,
+    seconds: float,
+    *,
+    parameters: int,
+    peak_flops: float,
+    device: str,
+) -> Outcome:
+    """A step that was run.
+
+    Args:
+        config: of the run.
+        topology: the slice that predictions are for.
+        seconds: of a step.
+        parameters: of the model.
+        peak_flops: of all devices, for MFU.
+        device: they, and that peak, in words.
+    """
+    sizes = config.sharding.load().mesh.sizes(topology.chips)
+    tokens_per_second = config.tokens_per_step / seconds
+    return _of_point(
+        config,
+        topology,
+        mesh={axis: size for axis, size in sizes.items() if size > 1},
+        parameters=parameters,
+        step_seconds=seconds,
+        tokens_per_second=tokens_per_second,
+        mfu=tokens_per_second * 6 * parameters / peak_flops,
+        device=device,
     )
 
 

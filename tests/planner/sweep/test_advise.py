@@ -37,7 +37,7 @@ def config(**changes):
 
 
 def rule(most, asked):
-    """A chip for `most` sequences, half as many without recomputation; 2d sends more, `none` computes less."""
+    """A chip for `most` sequences; `none` holds half as many, and computes less; 2d sends more."""
 
     def predict(point):
         batch, remat = point.config.batch_size, point.config.activation_checkpointing

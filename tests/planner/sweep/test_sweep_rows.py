@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import threading
 
 import pytest
@@ -12,7 +13,7 @@ from xla_attention.planner.sweep.charts import draw
 from xla_attention.planner.sweep.config import Point, Published, Sweep
 from xla_attention.planner.sweep.page import write_page
 from xla_attention.planner.sweep.runner import run_points
-from xla_attention.planner.sweep.table import write_tables
+from xla_attention.planner.sweep.table import COLUMNS, beside_prediction, cells, write_tables
 from xla_attention.planner.topology import parse_topology
 from xla_attention.training.config import TrainConfig
 
@@ -52,12 +53,12 @@ def answers(monkeypatch, by_batch):
     """Has points answered from a table; returns the batches that were asked for."""
     asked, lock = [], threading.Lock()
 
-    def predict(self, point):
+    def answer(self, point):
         with lock:
             asked.append(point.config.batch_size)
         return by_batch[point.config.batch_size]
 
-    monkeypatch.setattr(runner._Processes, "predict", predict)
+    monkeypatch.setattr(runner._Processes, "answer", answer)
     return asked
 
 
@@ -141,3 +142,47 @@ def test_a_sweep_without_a_plan_is_written_too(monkeypatch, tmp_path):
     rows = run_points([point(8)])
     draw(Sweep("small", (point(8),), (), ()), rows, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 0
+
+
+def test_measured_rows_stand_beside_predictions(monkeypatch, tmp_path):
+    answers(monkeypatch, {8: outcome(8)})
+    (predicted,) = run_points([point(8)])
+    ran = outcome(8, step_seconds=1.6, tokens_per_second=160.0, mfu=0.2, device="eight CPUs")
+    asked = answers(monkeypatch, {8: ran})
+    how = runner.Measurement(3, tmp_path)
+    (measured,) = run_points([point(8)], measure=how)
+    run_points([point(8)], measure=how)
+    assert asked == [8, 8]  # what was predicted is no measurement, and measurements are not kept
+    row = beside_prediction(measured, predicted)
+    shown = dict(zip(COLUMNS, cells(row, ())))
+    assert (shown["step ms"], shown["predicted ms"], shown["measured / predicted"]) == ("1,600", "800", "2")
+    sweep = Sweep("small", (point(8),), (), ())
+    draw(sweep, [row], tmp_path / "sweep.png")
+    write_page(sweep, [row], tmp_path / "sweep.png", tmp_path / "sweep.html")
+    assert "predicted ms" in (tmp_path / "sweep.html").read_text()
+
+
+def test_a_real_step_is_measured_and_traced(monkeypatch, tmp_path):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    (tmp_path / "text.txt").write_text("a small text, again and again. " * 200)
+    real = point(
+        8, data={"train": [str(tmp_path / "text.txt")], "held_out": 0}, model=MODEL | {"vocab_size": 260}
+    )
+    rows = run_points([real], measure=runner.Measurement(2, tmp_path / "profile"))
+    found = rows[0].outcome
+    assert found.error is None, found.error
+    assert found.step_seconds > 0 and found.mfu == pytest.approx(
+        found.tokens_per_second * 6 * found.parameters / peak_in(found.device),
+        rel=0.02,  # three digits in words
+    )
+    assert list((tmp_path / "profile" / "fsdp-8-32-none").rglob("*.xplane.pb"))
+
+
+def peak_in(device):
+    return float(re.search(r"against ([\d.e+-]+) TFLOP/s", device)[1]) * 1e12
+
+
+def test_as_many_devices_as_the_slice_has_chips(monkeypatch, tmp_path):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    (row,) = run_points([point(8)], measure=runner.Measurement(1, tmp_path))
+    assert "v5e:2x2 has 4 chips, but 2 devices are attached" in row.outcome.error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from xla_attention.planner.accounting import CAUSES
 from xla_attention.planner.sweep.config import Sweep
 from xla_attention.planner.sweep.runner import Row
+from xla_attention.planner.sweep.table import kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,13 +23,14 @@ def draw(sweep: Sweep, rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     planned = [row for row in rows if row.outcome.error is None]
-    height = 4 + max(2.0, 0.35 * len(planned))
+    by_cause = [row for row in planned if row.outcome.causes]  # measured steps are not taken apart
+    height = 4 + max(2.0, 0.35 * len(by_cause))
     figure = Figure(figsize=(12, height), layout="constrained")
     lines, bars = figure.subfigures(2, 1, height_ratios=[4, height - 4])
     mfu, step = lines.subplots(1, 2)
     _draw_lines(mfu, sweep, planned, lambda x: None if x.mfu is None else 100 * x.mfu)
     _draw_lines(step, sweep, planned, lambda x: x.step_seconds)
-    mfu.set(ylabel="MFU, 6N, %", title="solid: predicted; dashed: published")
+    mfu.set(ylabel="MFU, 6N, %", title=f"solid: {kind(rows)}; dashed: published")
     step.set(ylabel="step, s")
     for axes in (mfu, step):
         axes.set_xlabel("batch")
@@ -36,7 +38,8 @@ def draw(sweep: Sweep, rows: Sequence[Row], path: Path) -> None:
         axes.grid(alpha=0.3)
     if planned:
         mfu.legend(fontsize="small")
-        _draw_bars(bars.subplots(), planned)
+    if by_cause:
+        _draw_bars(bars.subplots(), by_cause)
     figure.savefig(path, dpi=120)
 
 

@@ -1,4 +1,4 @@
-"""Runs the points of a sweep, each in a process of its own, and keeps what came of them."""
+"""Runs the points of a sweep, each in a process of its own, and keeps what was predicted of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,14 +38,34 @@ class Row:
     cached: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """How points are measured.
+
+    Attributes:
+        steps: that are timed.
+        folder: that gets a profiler trace of each point.
+    """
+
+    steps: int
+    folder: Path
+
+    def request(self, point: Point) -> dict[str, object]:
+        """What the worker is told."""
+        config = point.config
+        name = f"{point.label}-{config.batch_size}-{config.seq_len}-{config.activation_checkpointing}"
+        return {"steps": self.steps, "profile": str(self.folder / re.sub(r"[^\w-]+", "_", name))}
+
+
 def run_points(
     points: Sequence[Point],
     *,
     jobs: int = 1,
     timeout: float = 3600,
+    measure: Measurement | None = None,
     progress: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Predicts points, in their order; no failure of one stops the others.
+    """Predicts points, or measures them, in their order; no failure of one stops the others.
 
     Predictions are kept by content in `cache_folder()`: configuration, slice, libtpu with its flags, and this
     package's code. So a sweep that was interrupted continues. Failures are not kept, as another try may do
@@ -54,9 +75,10 @@ def run_points(
         points: to predict.
         jobs: processes at a time. Each takes some GB, and one to two cores.
         timeout: seconds that one point may take.
+        measure: run the points on the attached devices; nothing is then kept, and `jobs` should be 1.
         progress: is told each row when it is there.
     """
-    processes = _Processes(timeout)
+    processes = _Processes(timeout, measure)
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(_row, point, processes): n for n, point in enumerate(points)}
         rows: dict[int, Row] = {}
@@ -77,10 +99,10 @@ def _row(point: Point, processes: _Processes) -> Row:
         entry = cache_folder() / "sweep" / f"{_key(point)}.json"
     except ValueError as error:  # strategy or model cannot be used
         return Row(point, of_error(point.config, point.topology, str(error)), cached=False)
-    if entry.exists():
+    if entry.exists() and not processes.measures:
         return Row(point, Outcome.model_validate_json(entry.read_text()), cached=True)
-    outcome = processes.predict(point)
-    if outcome.error is None:
+    outcome = processes.answer(point)
+    if outcome.error is None and not processes.measures:
         write_atomically(entry, outcome.model_dump_json())
     return Row(point, outcome, cached=False)
 
@@ -88,14 +110,25 @@ def _row(point: Point, processes: _Processes) -> Row:
 class _Processes:
     """The processes that run, each with children of its own that end with it."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, measure: Measurement | None) -> None:
+        self._measure = measure
         self._timeout = timeout
         self._running: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._ended = False
 
-    def predict(self, point: Point) -> Outcome:
-        request = {"config": point.config.model_dump(mode="json"), "topology": str(point.topology)}
+    @property
+    def measures(self) -> bool:
+        """Whether points are run rather than predicted."""
+        return self._measure is not None
+
+    def answer(self, point: Point) -> Outcome:
+        request: dict[str, object] = {
+            "config": point.config.model_dump(mode="json"),
+            "topology": str(point.topology),
+        }
+        if self._measure:
+            request["measure"] = self._measure.request(point)
         failed = functools.partial(of_error, point.config, point.topology)
         with self._lock:
             if self._ended:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from xla_attention.planner.outcome import Outcome
 from xla_attention.planner.sweep.config import Published, Sweep
 from xla_attention.planner.sweep.runner import Row
 
@@ -22,6 +23,8 @@ COLUMNS = {
     "seq": "right",
     "remat": "left",
     "step ms": "right",
+    "predicted ms": "right",
+    "measured / predicted": "right",
     "tokens/s": "right",
     "MFU": "right",
     "causal": "right",
@@ -44,6 +47,8 @@ def cells(row: Row, published: Sequence[Published]) -> list[str]:
         str(outcome.seq_len),
         str(row.point.config.activation_checkpointing),
         _milliseconds(outcome.step_seconds),
+        _milliseconds(outcome.predicted_seconds),
+        _ratio(outcome),
         "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}",
         _percent(outcome.mfu),
         _percent(outcome.mfu_causal),
@@ -55,7 +60,7 @@ def cells(row: Row, published: Sequence[Published]) -> list[str]:
 
 def show(sweep: Sweep, rows: Sequence[Row]) -> Table:
     """For the terminal, which has no room for why points failed: see `failures`."""
-    table = Table(title=f"{sweep.name}: predicted", title_justify="left")
+    table = Table(title=f"{sweep.name}: {kind(rows)}", title_justify="left")
     columns = [cells(row, sweep.published) for row in rows]
     kept = [n for n in range(_WHY) if any(row[n] for row in columns)]
     for n, (name, justify) in enumerate(COLUMNS.items()):
@@ -64,6 +69,23 @@ def show(sweep: Sweep, rows: Sequence[Row]) -> Table:
     for row in columns:
         table.add_row(*(row[n] for n in kept))
     return table
+
+
+def kind(rows: Sequence[Row]) -> str:
+    """What the rows are, in a word."""
+    return "measured" if any(row.outcome.device for row in rows) else "predicted"
+
+
+def beside_prediction(measured: Row, predicted: Row) -> Row:
+    """A measured row with what was predicted of its point."""
+    seconds = predicted.outcome.step_seconds
+    outcome = measured.outcome.model_copy(update={"predicted_seconds": seconds})
+    return Row(measured.point, outcome, measured.cached)
+
+
+def devices(rows: Sequence[Row]) -> list[str]:
+    """What measured rows were measured on."""
+    return sorted({row.outcome.device for row in rows if row.outcome.device})
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
@@ -122,6 +144,12 @@ def _in_words(published: Published) -> str:
     seconds = published.step_seconds
     parts = [_percent(published.mfu), f"{_milliseconds(seconds)} ms" if seconds else ""]
     return ", ".join(part for part in parts if part)
+
+
+def _ratio(outcome: Outcome) -> str:
+    if outcome.step_seconds is None or outcome.predicted_seconds is None:
+        return ""
+    return f"{outcome.step_seconds / outcome.predicted_seconds:,.3g}"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -2,7 +2,7 @@
 
 The search is a sweep whose next point depends on those before. A combination of strategy and recomputation
 whose weights, gradients and optimizer state alone exceed a chip's HBM is left out by a count; the others are
-tried in turn, FSDP first. Of each, the batch doubles until it no longer fits or a doubling brings too little,
+tried in turn, FSDP and the given recomputation first. Of each, the batch doubles until it no longer fits or a doubling brings too little,
 and then lies half way between. Later combinations begin at the best batch so far, and are left at once where
 they are much slower there.
 """
@@ -78,10 +78,11 @@ def advise(config: TrainConfig, topology: Topology, predict: Predict, *, budget:
     if config.sharding.strategy != "none":
         given = search.row(Point("as given", config, topology))
     combinations, left_out = _combinations(config, topology)
-    for label, candidate, shards in combinations:
+    for n, (label, candidate, shards) in enumerate(combinations):
         if search.spent:
-            left_out.append(f"{label}: the budget of {budget} predictions was spent")
-            continue
+            rest = "; ".join(name for name, *_ in combinations[n:])
+            left_out.append(f"{rest}: the budget of {budget} predictions was spent")
+            break
         search.climb(label, candidate, shards)
     return Advice(tuple(sorted(search.rows.values(), key=_rank)), given, tuple(left_out))
 
@@ -195,8 +196,11 @@ def _shardings(config: TrainConfig, topology: Topology) -> Iterator[tuple[str, S
         yield "hsdp, data 2", ShardingConfig(strategy="hsdp", mesh={"data": 2})
 
 
-def _recomputation(config: TrainConfig) -> Sequence[str]:
-    return ("selective", "full", "none") if config.scan_layers else ("full", "none")
+def _recomputation(config: TrainConfig) -> Sequence[str | int]:
+    """What the configuration says comes first."""
+    given = config.activation_checkpointing
+    allowed = ("full", "selective", "none") if config.scan_layers else ("full", "none")
+    return [given, *(each for each in allowed if each != given)]
 
 
 def _multiple(batch: int, shards: int) -> int:

@@ -2,9 +2,9 @@
 
 The search is a sweep whose next point depends on those before. A combination of strategy and recomputation
 whose weights, gradients and optimizer state alone exceed a chip's HBM is left out by a count; the others are
-tried in turn, FSDP and the given recomputation first. Of each, the batch doubles until it no longer fits or a doubling brings too little,
-and then lies half way between. Later combinations begin at the best batch so far, and are left at once where
-they are much slower there.
+tried in turn, FSDP and the given recomputation first. Of each, the batch doubles until it no longer fits or a
+doubling brings too little, and then lies half way between. Later combinations begin at the best batch so far,
+and are left at once where they are much slower there.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class OutOfMemoryError(PlanError):
     """A chip's HBM is too small for the step.
 
     Attributes:
-        needed, capacity: bytes of HBM that the program needs, and that the compiler has for it.
+        needed, capacity: bytes of HBM that the program needs, or one tensor of it alone; and that there are.
     """
 
     def __init__(self, needed: int, capacity: int) -> None:
@@ -153,6 +153,8 @@ def plan(config: TrainConfig, topology: Topology, *, flags: tuple[str, ...] = OV
 
 
 _TOO_LARGE = re.compile(r"memory space hbm\. Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+# A single tensor that is larger than the HBM is refused before the sum is made.
+_ONE_TOO_LARGE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -161,4 +163,6 @@ def _in_words(error: Exception) -> PlanError:
     if too_large := _TOO_LARGE.search(str(error)):
         used, unit, capacity, of = too_large.groups()
         return OutOfMemoryError(int(float(used) * _UNITS[unit]), int(float(capacity) * _UNITS[of]))
+    if one := _ONE_TOO_LARGE.search(str(error)):
+        return OutOfMemoryError(int(one[1]), int(one[2]))
     return PlanError(str(error) if isinstance(error, ValueError) else str(error).splitlines()[0])

@@ -16,11 +16,13 @@ complete. In a bucket, parts are written where they stay, the rest is written he
 comes last (`remote.py`).
 """
 
+import fcntl
 import functools
 import json
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +96,8 @@ class CheckpointFolder:
     ) -> Path:
         """Saves, then deletes what is older than the last `keep_last`. A step already saved is left as it is.
 
+        Where another thread or process is saving into the same folder, waits for it first.
+
         Args:
             data: fingerprint of the training data.
             background: a sharded run copies its state to the host, and returns while that is written.
@@ -102,19 +106,24 @@ class CheckpointFolder:
             CheckpointError: the disk is full or refuses, for this one, or for one begun in the background.
                 Earlier checkpoints and `state` are as they were.
         """
-        self.wait()
         final = self.folder / f"{PREFIX}{state.step:08d}"
-        if final in self.all():
-            return final
-        if self.sharding:
-            parts = f"{self._remote.url}/{final.name}/{sharded_state.FOLDER}" if self._remote else None
-            write = _sharded_writer(state, config, tokenizer, data, parts)
-        else:
-            write = functools.partial(_write, state=state, config=config, tokenizer=tokenizer, data=data)
-        if self.sharding and background:
-            self._being_written = self._writer.submit(self._publish, final, state.step, write)
-        else:
-            self._publish(final, state.step, write)
+        with self._errors(state.step), ExitStack() as turn:
+            turn.enter_context(self._turn())
+            self.wait()
+            if final in self.all():
+                return final
+            if self.sharding:
+                parts = f"{self._remote.url}/{final.name}/{sharded_state.FOLDER}" if self._remote else None
+                write = _sharded_writer(state, config, tokenizer, data, parts)
+            else:
+                write = functools.partial(_write, state=state, config=config, tokenizer=tokenizer, data=data)
+            if self.sharding and background:
+                turn_there = turn.pop_all()  # it ends with the writing, in the writer's thread
+                self._being_written = self._writer.submit(
+                    self._publish_in_turn, final, state.step, write, turn_there
+                )
+            else:
+                self._publish(final, write)
         return final
 
     def wait(self) -> None:
@@ -127,20 +136,43 @@ class CheckpointFolder:
         if being_written:
             being_written.result()
 
-    def _publish(self, final: Path, step: int, write: Callable[[Path], None]) -> None:
+    def _publish_in_turn(
+        self, final: Path, step: int, write: Callable[[Path], None], turn: AbstractContextManager[None]
+    ) -> None:
+        with turn, self._errors(step):
+            self._publish(final, write)
+
+    def _publish(self, final: Path, write: Callable[[Path], None]) -> None:
+        if process_index():  # the first process makes the folder, the others write their parts into it
+            barrier()
+            write(unfinished_name(final))
+            return
+        self._remove_unfinished()
+        with atomic_folder(final) as unfinished:
+            barrier()
+            write(unfinished)
+        if self._remote:
+            self._remote.publish(final.name)
+        for old in self.all()[: -self.keep_last]:
+            self._remove(old)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits for every other writer of the folder on this host, and keeps them waiting."""
+        if process_index():  # the first process waits for all
+            yield
+            return
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.folder.with_name(f".{self.folder.name}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _errors(self, step: int) -> Iterator[None]:
         try:
-            if process_index():  # the first process makes the folder, the others write their parts into it
-                barrier()
-                write(unfinished_name(final))
-                return
-            self.remove_unfinished()
-            with atomic_folder(final) as unfinished:
-                barrier()
-                write(unfinished)
-            if self._remote:
-                self._remote.publish(final.name)
-            for old in self.all()[: -self.keep_last]:
-                self._remove(old)
+            yield
+        except CheckpointError:
+            raise
         except (OSError, SafetensorError) as error:
             if self._remote:
                 raise CheckpointError(
@@ -183,7 +215,11 @@ class CheckpointFolder:
         state.step, state.position = progress["step"], progress["position"]
 
     def remove_unfinished(self) -> None:
-        """Deletes what a killed process left behind."""
+        """Deletes what a killed process left behind; what is being written now is waited for."""
+        with self._turn():
+            self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
         for folder in self.folder.glob(".*.tmp"):
             shutil.rmtree(folder)
         if self._remote:

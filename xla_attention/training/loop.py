@@ -72,12 +72,14 @@ def train(config: TrainConfig, console: Console | None = None, *, fresh: bool = 
         run = prepare(config, console)
         fetch_reports(config)
         with _metrics(run, console) as metrics, run.attention():
-            _train_steps(run, metrics, console, stop)
             eval_loss = None
-            if run.held_out and not stop.signal:
-                eval_loss = evaluate(run)
-                metrics.evaluated(run.state.step, eval_loss)
-            _or_warn(run.checkpoints.wait, console)
+            try:
+                _train_steps(run, metrics, console, stop)
+                if run.held_out and not stop.signal:
+                    eval_loss = evaluate(run)
+                    metrics.evaluated(run.state.step, eval_loss)
+            finally:  # a run that ends by an error leaves no thread behind that still writes
+                _or_warn(run.checkpoints.wait, console)
             checkpoint = run.save()
         _or_warn(functools.partial(push_reports, config), console)
     return TrainResult(run.state.step, eval_loss, checkpoint, stop.signal)

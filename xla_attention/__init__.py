@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         BlockMask,
         and_masks,
         create_block_mask,
-        flex_attention,
         noop_mask,
         or_masks,
     )
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
         AttentionPlacement,
         combine_kv_pages,
         flash_attention,
+        flex_attention,
         from_zigzag,
         merge_heads,
         multi_queries_paged_attention,
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
         use_attention_placement,
     )
 
-_FLEX = ("BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks")
+_FLEX = ("BlockMask", "and_masks", "create_block_mask", "noop_mask", "or_masks")
 _GENERATION = ("Engine", "Request", "Sampling", "generate")
 _OPS = (
     "AttentionPlacement",
     "combine_kv_pages",
     "flash_attention",
+    "flex_attention",
     "from_zigzag",
     "merge_heads",
     "multi_queries_paged_attention",

@@ -7,9 +7,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.paged_attention.blocks import PagedBlocks, choose_blocks
-from pallas_kernels.paged_attention.kernel import QueryBlocks, attend_blocks
+from pallas_kernels.paged_attention.blocks import LANES, PagedBlocks, choose_blocks
+from pallas_kernels.paged_attention.call import attend_blocks
+from pallas_kernels.paged_attention.kernel import QueryBlocks
+from pallas_kernels.paged_attention.score_rows import score_inputs
 from pallas_kernels.paged_attention.spec import NO_OPERANDS, PagedOperands, PagedSpec
+from pallas_kernels.score_function import Along
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
@@ -207,6 +210,12 @@ def _blocks(
     page_size = kv_pages.shape[1]
     if spec.block_kv is not None and (spec.block_kv < 1 or spec.block_kv % page_size):
         raise ValueError(f"block_kv: got {spec.block_kv}, needs a multiple of the page size, {page_size}")
+    keyed = 0 if spec.score is None else sum(_by_key(along) for along in spec.score.operands)
+    if keyed and spec.block_kv is not None and spec.block_kv % LANES:
+        raise ValueError(
+            f"block_kv: got {spec.block_kv}, needs a multiple of {LANES} beside a score function that reads "
+            "by key"
+        )
     return choose_blocks(
         queries=queries,
         heads=heads,
@@ -217,7 +226,12 @@ def _blocks(
         kv_itemsize=kv_pages.dtype.itemsize,
         hardware=hardware,
         block_kv=spec.block_kv,
+        keyed=keyed,
     )
+
+
+def _by_key(along: Along) -> bool:
+    return along in ("key", "distance", "pair")
 
 
 def _work(
@@ -235,7 +249,10 @@ def _work(
     end = jnp.maximum(position + n, 0)
     begin = jnp.zeros_like(end)
     if spec.sliding_window is not None:
-        begin = jnp.maximum(position - spec.sliding_window + 1, 0) // page_size * page_size
+        whole = page_size
+        if spec.score is not None and any(map(_by_key, spec.score.operands)):
+            whole = max(page_size, LANES)  # values by key are fetched by whole registers
+        begin = jnp.maximum(position - spec.sliding_window + 1, 0) // whole * whole
     dead = (n == 0) | (end == 0)
     return QueryBlocks(sequence, jnp.where(dead, 0, begin), jnp.where(dead, 0, end), position)
 
@@ -256,9 +273,13 @@ def _attend(
     sets, group = kv_heads // blocks.heads, heads // kv_heads
     rows = q.reshape(n, block_q, sets, blocks.heads, group, dim).transpose(0, 2, 3, 1, 4, 5)
     tables = jnp.clip(page_indices, 0, kv_pages.shape[0] - 1)
+    context = page_indices.shape[1] * kv_pages.shape[1]
+    score = score_inputs(
+        operands, spec, work.sequence, work.position, blocks, (sets, blocks.heads, group), context
+    )
     o = attend_blocks(
         rows.reshape(n, sets, blocks.heads * block_q * group, dim),
-        kv_pages, work, tables, operands, spec=spec, blocks=blocks, hardware=hardware,
+        kv_pages, work, tables, operands, spec=spec, blocks=blocks, hardware=hardware, score=score,
     )  # fmt: skip
     o = o.reshape(n, sets, blocks.heads, block_q, group, dim).transpose(0, 3, 1, 2, 4, 5)
     return o.reshape(n, block_q, heads, dim)

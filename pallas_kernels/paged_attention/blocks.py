@@ -44,11 +44,16 @@ def choose_blocks(
     kv_itemsize: int,
     hardware: Hardware,
     block_kv: int | None = None,
+    keyed: int = 0,
 ) -> PagedBlocks:
     """Blocks for sequences of up to ``queries`` queries.
 
     One query a sequence is bound by HBM: heads share one product, and large buffers keep it busy. Many
-    queries are bound by the MXU: each head has products of its own.
+    queries are bound by the MXU: each head has products of its own. ``keyed`` operands of a score function
+    are fetched for each pair of a query and a key.
+
+    Raises:
+        ValueError: VMEM has no room for those.
     """
     group = heads // kv_heads
     small = hardware.vmem_bytes < 32 * MIB
@@ -71,6 +76,17 @@ def choose_blocks(
     if queries > 1:
         block = min(block, max(256, _power_of_two_below(2**19 // rows)))
     block = max(min(block, _power_of_two(context)), page_size, LANES)
+    # Values for each pair of a query and a key take what is left.
+    while (values := keyed * depth * 4 * heads * block_q * block) > hardware.vmem_bytes // 4:
+        if block > max(page_size, LANES):
+            block //= 2
+        elif block_q > 8:
+            block_q //= 2
+        else:
+            raise ValueError(
+                f"score: reads {keyed} operands by query and key, of which a block takes {values} bytes, and "
+                f"{hardware.name} has room for {hardware.vmem_bytes // 4}"
+            )
     block = block_kv or block
     chunks = 2 if block >= 512 else 1
     transposed = at_once == 1 and queries > 1 and block_q * group % LANES == 0

@@ -30,18 +30,17 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels import scores
 from pallas_kernels.flash_attention.tiles import MASKED, NN, NT, dot
-from pallas_kernels.hardware import Hardware
-from pallas_kernels.paged_attention.blocks import LANES, PagedBlocks
-from pallas_kernels.paged_attention.spec import PagedOperands, PagedSpec
+from pallas_kernels.paged_attention.blocks import PagedBlocks
+from pallas_kernels.paged_attention.score_rows import PagedScore
+from pallas_kernels.paged_attention.spec import PagedSpec
 
 WINDOW = 8
 
@@ -72,7 +71,7 @@ class QueryBlocks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
+class Step:
     """One grid step, a block of queries: the references, and what is static."""
 
     work: Any  # (4 * n,) int32 in SMEM
@@ -90,6 +89,7 @@ class _Step:
     total: Any  # likewise: l
     ring: Any  # SMEM (4,): blocks asked for, cursor (query block, block of keys), blocks awaited
     arrived: Any  # DMA semaphores, one a buffer
+    score: PagedScore | None
     blocks: PagedBlocks
     spec: PagedSpec
     group: int
@@ -145,8 +145,15 @@ class _Step:
             self.copy(slot, j, self.tables[at + j]).start()
 
     def move_on(self) -> None:
-        """Moves the cursor behind a block that was asked for."""
+        """Moves the cursor behind a block whose pages were asked for, once the rest of it is too."""
         block, n = self.ring[1], self.ring[2]
+        if self.score is not None:
+            begin, slot = self.entry("begin", block), lax.rem(self.ring[0], self.blocks.depth)
+
+            @pl.when(self.entry("end", block) > begin)
+            def _() -> None:
+                self.score.start(slot, block, begin + n * self.blocks.block_kv)
+
         ends = n + 1 >= self.key_blocks(block)
         self.ring[0] = self.ring[0] + 1
         self.ring[1] = jnp.where(ends, block + 1, block)
@@ -284,7 +291,10 @@ class _Step:
             ask(2 * i)
             if self.k_scale is not None:
                 products = products * self.by_head(self.k_scale, set_)
-            s = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
+            if self.score is None:
+                s = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
+            else:
+                s = self.scored(products, slot, set_, start, position, slice(i * part, (i + 1) * part))
             if left is None:
                 return s
             token = lax.broadcasted_iota(jnp.int32, s.shape, along) // self.group % self.blocks.block_q
@@ -310,6 +320,28 @@ class _Step:
         self.m[set_] = jnp.broadcast_to(m, self.m.shape[1:])
         self.total[set_] = jnp.broadcast_to(total, self.total.shape[1:])
 
+    def scored(self, products: Array, slot: Any, set_: Any, start: Any, position: Any, keys: slice) -> Array:
+        """log2(e) times what the score function makes of the products with some keys of a buffer."""
+        across, along = (0, 1) if self.blocks.transposed else (1, 0)
+
+        def count(axis: int) -> Array:
+            shape = tuple(n if i == axis else 1 for i, n in enumerate(products.shape))
+            return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+        row = count(along)
+        head = row // (self.blocks.block_q * self.group) * self.group + row % self.group
+        s = self.score.apply(
+            products * self.spec.scale,
+            slot,
+            set_,
+            self.entry("sequence", self.index),
+            set_ * (self.blocks.heads * self.group) + head,
+            position + row // self.group % self.blocks.block_q,
+            start + keys.start + count(across),
+            keys,
+        )
+        return jnp.maximum(s * scores.LOG2E, MASKED)  # of -inf, the softmax would make NaN
+
     def run(self) -> None:
         block_kv, index = self.blocks.block_kv, self.index
 
@@ -334,6 +366,8 @@ class _Step:
                 clear = clear & (start >= first_of_last)
             there, at, further = self.wanted()
             common = clear & there & (further >= block_kv)
+            if self.score is not None:
+                pl.when(left > 0)(lambda: self.score.wait(slot))
 
             def wait() -> None:
                 pltpu.make_async_copy(
@@ -367,102 +401,3 @@ class _Step:
 
         lax.fori_loop(0, self.key_blocks(index), body, 0)
         self.for_sets(self.finish)
-
-
-def attend_blocks(
-    q: Float[Array, "n sets rows d"],
-    kv_pages: Array,
-    work: QueryBlocks,
-    tables: Int[Array, "s p"],
-    operands: PagedOperands,
-    *,
-    spec: PagedSpec,
-    blocks: PagedBlocks,
-    hardware: Hardware,
-) -> Float[Array, "n sets rows d"]:
-    """Attention of a list of query blocks.
-
-    Args:
-        q: of each block, by set of ``blocks.heads`` kv heads; a row for each (kv head, query, query head of
-            the group).
-        kv_pages: ``[num_pages, page_size, 2 * kv_heads * head_dim]``.
-        work: what each block sees, within ``tables``.
-        tables: pages of each sequence, all of them in the pool: nothing here checks them again.
-        operands: optional tensors.
-        spec, blocks, hardware: what to compute, how, and on what.
-
-    Returns:
-        Like ``q``. Rows that see nothing are zero; rows behind a block's last query mean nothing.
-    """
-    n, sets, rows, dim = q.shape
-    width = blocks.heads * dim
-    cores = hardware.cores
-    of_core = -(-n // cores)
-    if of_core * cores > n:
-        extra = of_core * cores - n
-        q = jnp.pad(q, ((0, extra), (0, 0), (0, 0), (0, 0)))
-        last = jnp.zeros((extra,), jnp.int32)
-        work = QueryBlocks(
-            jnp.concatenate([work.sequence, last + work.sequence[-1]]),
-            *(jnp.concatenate([x, last]) for x in work[1:]),
-        )
-    sequences, pages_per_seq = tables.shape
-    windows = -(-sequences // WINDOW)
-    tables = jnp.pad(tables, ((0, windows * WINDOW - sequences), (0, -pages_per_seq % LANES)))
-    tables = tables.reshape(windows, -1)
-    tables = jnp.concatenate([tables, jnp.roll(tables, -1, axis=0)], axis=1)
-
-    def window(core: Any, step: Any, work: Any) -> tuple[Any]:
-        return (work[core * of_core + step] // WINDOW,)
-
-    given = [x is not None for x in operands]
-    extra = [x.astype(jnp.float32) for x in operands if x is not None]
-    rows_spec = pl.BlockSpec((1, sets, rows, dim), lambda core, step, _: (core * of_core + step, 0, 0, 0))
-
-    result, statistic = (sets, rows, width), (sets, rows, LANES)
-    if blocks.transposed:
-        result, statistic = (sets, width, rows), (sets, 8, rows)
-
-    def kernel(work: Any, tables: Any, q: Any, kv: Any, *refs: Any) -> None:
-        rest = iter(refs)
-        optional = [next(rest) if there else None for there in given]
-        _Step(
-            work, tables, q, kv, *optional, *rest,
-            blocks=blocks, spec=spec, group=rows // (blocks.heads * blocks.block_q),
-            core=pl.program_id(0),
-            step=pl.program_id(1),
-            number=of_core * cores, of_core=of_core,
-        ).run()  # fmt: skip
-
-    out = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(cores, of_core),
-            in_specs=[
-                pl.BlockSpec((tables.shape[1],), window, memory_space=pltpu.SMEM),
-                rows_spec,
-                pl.BlockSpec(memory_space=pl.ANY),
-                *[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(extra),
-            ],
-            out_specs=rows_spec,
-            scratch_shapes=[
-                pltpu.VMEM((blocks.depth, blocks.block_kv, kv_pages.shape[2]), kv_pages.dtype),
-                pltpu.VMEM((sets, rows, width), q.dtype),
-                pltpu.VMEM(result, jnp.float32),
-                pltpu.VMEM(statistic, jnp.float32),
-                pltpu.VMEM(statistic, jnp.float32),
-                pltpu.SMEM((4,), jnp.int32),
-                pltpu.SemaphoreType.DMA((blocks.depth,)),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=blocks.vmem_bytes,
-            disable_bounds_checks=True,  # indices of pages are clamped before they come here
-        ),
-        interpret=hardware.interpret,
-        name="paged_attention",
-    )(jnp.concatenate(work).astype(jnp.int32), tables.reshape(-1), q, kv_pages, *extra)
-    return out[:n]

@@ -7,10 +7,24 @@ sequences that are dead or have no keys give zeros, and so do rows that belong t
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from pallas_kernels.flash_attention import AttentionSpec, Operands, attention_reference
 from pallas_kernels.paged_attention.spec import NO_OPERANDS, PagedOperands, PagedSpec
+from pallas_kernels.score_function import ScoreFunction
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfSequence(ScoreFunction):
+    """A function of scores on one sequence, whose queries count from the position ``first``."""
+
+    function: ScoreFunction
+    sequence: int
+    first: int
+
+    def __call__(self, score: Any, batch: Any, head: Any, q: Any, kv: Any, operands: tuple[Any, ...]) -> Any:
+        return self.function(score, batch + self.sequence, head, q + self.first, kv, operands)
 
 
 def ragged_paged_attention_reference(
@@ -36,8 +50,8 @@ def ragged_paged_attention_reference(
             including, ``cu_q_lens[s + 1]``.
         num_seqs: ``[1]``: sequences that are live.
         operands: optional tensors.
-        spec: scale, window and softcap.
-        xp: the namespace of the arrays, ``numpy`` or ``torch``.
+        spec: scale, window, softcap and score function.
+        xp: the namespace of the arrays, ``numpy`` or ``torch``; beside a score function ``jax.numpy``.
 
     Returns:
         Like ``q``.
@@ -57,17 +71,31 @@ def ragged_paged_attention_reference(
             parts.append(xp.zeros_like(q[first:stop]))
             continue
         pages = [min(max(int(p), 0), num_pages - 1) for p in page_indices[s, : -(-kv_len // page_size)]]
-        rows = kv_pages[pages].reshape(-1, width)[:kv_len].reshape(kv_len, 2, kv_heads, dim)
+        rows = kv_pages[xp.asarray(pages)].reshape(-1, width)[:kv_len].reshape(kv_len, 2, kv_heads, dim)
         k, v = (xp.moveaxis(rows[:, n], 0, 1) for n in (0, 1))
         if operands.k_scale is not None:
             k = k * operands.k_scale[:, None, None]
         if operands.v_scale is not None:
             v = v * operands.v_scale[:, None, None]
-        attention = AttentionSpec(spec.scale, spec.mask(kv_len - (stop - first)), spec.softcap)
+        before = kv_len - (stop - first)
+        attention = AttentionSpec(spec.scale, spec.mask(before), spec.softcap)
+        read = ()
+        if spec.score is not None:
+            position = xp.arange(before, kv_len)
+            arrays = operands.score(xp.full_like(position, s), position)
+            read = tuple(_of_queries(x, len(position), kv_len, xp) for x in arrays)
+            along = tuple("query" if x.ndim == 3 else "pair" for x in read)
+            attention = dataclasses.replace(attention, score=_OfSequence(along, spec.score, s, before))
         mine = xp.moveaxis(q[first:stop], 0, 1)
         o, _ = attention_reference(
-            mine[None], k[None], v[None], Operands(sinks=operands.sinks), spec=attention, xp=xp
+            mine[None], k[None], v[None], Operands(sinks=operands.sinks, score=read), spec=attention, xp=xp
         )
         parts.append(xp.moveaxis(o[0], 0, 1))
     parts.append(xp.zeros_like(q[done:]))
     return xp.concatenate(parts, 0)
+
+
+def _of_queries(x: Any, queries: int, keys: int, xp: Any) -> Any:
+    """``[1 or queries, 1 or heads]``, or with keys behind, as ``[1, 1 or heads, queries]`` likewise."""
+    x = xp.broadcast_to(x, (queries, *x.shape[1:]))
+    return xp.moveaxis(x if x.ndim == 2 else x[..., :keys], 0, 1)[None]

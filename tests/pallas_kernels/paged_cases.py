@@ -17,6 +17,7 @@ from pallas_kernels.paged_attention import (
     ragged_paged_attention,
     ragged_paged_attention_reference,
 )
+from pallas_kernels.score_function import ScoreFunction
 
 CACHES = {
     "float32": np.dtype("float32"),
@@ -24,6 +25,40 @@ CACHES = {
     "int8": np.dtype("int8"),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed(ScoreFunction):
+    """Adds what it reads, of integers hides some, and uses every index."""
+
+    def __call__(self, score, batch, head, q, kv, operands):
+        score = 3 * jnp.tanh(score / 3) + 0.1 * batch - 0.03 * (q - kv) * (head + 1)
+        for x in operands:
+            score = jnp.where(x % 7 == 0, -jnp.inf, score) if x.dtype == jnp.int32 else score + x
+        return score
+
+    def reader(self, heads, context, seed):
+        """The operands of tokens: of heads and keys random, by distance a table of 16 entries."""
+        rng = np.random.default_rng(seed)
+        by_head = rng.standard_normal((1, heads)).astype(np.float32)
+        by_query = rng.standard_normal((context, 1)).astype(np.float32)
+        by_key = rng.integers(1, 30, (8, 1, context)).astype(np.int32)
+        table = rng.standard_normal((heads, 16)).astype(np.float32)
+        pairs = rng.integers(1, 30, (context, heads, context)).astype(np.int32)
+
+        def read(sequence, position):
+            position = jnp.clip(position, 0, context - 1)
+            distance = jnp.clip(position[:, None] - jnp.arange(context), 0, 15)
+            every = {
+                "head": jnp.asarray(by_head),
+                "query": jnp.asarray(by_query)[position],
+                "key": jnp.asarray(by_key)[sequence],
+                "distance": jnp.moveaxis(jnp.asarray(table)[:, distance], 0, 1),
+                "pair": jnp.asarray(pairs)[position],
+            }
+            return tuple(every[along] for along in self.operands)
+
+        return read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +78,18 @@ class Case:
     softcap: float | None = None
     sliding_window: int | None = None
     block_kv: int | None = None
+    score: tuple[str, ...] | None = None
     seed: int = 0
 
     @property
     def spec(self):
-        return PagedSpec(self.dim**-0.5, self.softcap, self.sliding_window, self.block_kv)
+        score = None if self.score is None else Mixed(self.score)
+        return PagedSpec(self.dim**-0.5, self.softcap, self.sliding_window, self.block_kv, score)
+
+    @property
+    def read(self):
+        context = self.pages_per_seq * self.page_size
+        return None if self.score is None else self.spec.score.reader(self.heads, context, self.seed)
 
     def inputs(self):
         random = np.random.default_rng(self.seed)
@@ -83,11 +125,19 @@ class Case:
     def expected(self):
         q, pages, *rest, operands = self.inputs()
         pages = pages.astype(np.float32)
-        return ragged_paged_attention_reference(q, pages, *rest, operands, spec=self.spec, xp=np)
+        xp = np
+        if self.score is not None:
+            q, pages, operands, xp = (
+                jnp.asarray(q),
+                jnp.asarray(pages),
+                operands._replace(score=self.read),
+                jnp,
+            )
+        return ragged_paged_attention_reference(q, pages, *rest, operands, spec=self.spec, xp=xp)
 
     def ragged(self, dtype=jnp.float32, hardware=INTERPRETER):
-        q, *rest = self.inputs()
-        return run("ragged", self.spec, hardware)(q.astype(dtype), *rest)
+        q, *rest, operands = self.inputs()
+        return run("ragged", self.spec, hardware, self.read)(q.astype(dtype), *rest, operands)
 
 
 FUNCTIONS = {
@@ -98,8 +148,13 @@ FUNCTIONS = {
 
 
 @functools.lru_cache(maxsize=64)
-def run(name, spec, hardware=INTERPRETER):
-    return jax.jit(functools.partial(FUNCTIONS[name], spec=spec, hardware=hardware))
+def run(name, spec, hardware=INTERPRETER, read=None):
+    def call(*args):
+        if isinstance(args[-1], PagedOperands):
+            args = (*args[:-1], args[-1]._replace(score=read))
+        return FUNCTIONS[name](*args, spec=spec, hardware=hardware)
+
+    return jax.jit(call)
 
 
 def relative(got, want):

@@ -53,6 +53,24 @@ def test_cases(name):
     assert relative(case.ragged(), case.expected()) < EXACT
 
 
+@pytest.mark.parametrize(
+    ("alongs", "changes"),
+    [
+        (("head", "query"), {"sliding_window": 20}),
+        (("head", "query"), {"heads": 16, "kv_heads": 1, "sinks": True}),
+        (("key", "head", "distance"), {"heads": 16, "kv_heads": 1}),
+        (("query", "pair"), {"sliding_window": 150}),
+    ],
+)
+def test_a_score_function_reads_what_it_asks_for(alongs, changes):
+    """Of blocks of 128 keys, of which a window leaves some out; 16 heads are computed transposed."""
+    case = Case(((1, 300), (17, 280), (1, 1), (2, 1), (0, 5)), page_size=32, pages_per_seq=10, score=alongs)
+    case = dataclasses.replace(case, block_kv=128, **changes)
+    assert relative(case.ragged(), case.expected()) < EXACT
+    without = dataclasses.replace(case, score=None)
+    assert relative(case.ragged(), without.expected()) > 0.1
+
+
 LENS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 96)), max_size=SEQS).filter(
     lambda lens: sum(n for n, _ in lens) <= ROWS
 )

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import math_attention
 
 from xla_attention.benchmarks.flex_functions import Make, functions, random_function
-from xla_attention.flex import create_block_mask, flex_attention
+from xla_attention.flex import create_block_mask
 from xla_attention.flex.variants import VARIANTS, Problem
+from xla_attention.ops import flex_attention
 
 # Frobenius norm of the difference over that of torch's result in float64; float32 rounds at 6e-8.
 LIMIT = 1e-5

@@ -1,9 +1,8 @@
-"""FlexAttention on TPU: torch score and mask functions inside the Pallas flash attention kernel."""
+"""torch score and mask functions as what the Pallas kernels take: traced, split, and masks of blocks."""
 
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 from xla_attention.flex.block_mask import BlockMask, create_block_mask
-from xla_attention.flex.flex_attention import flex_attention
 from xla_attention.flex.trace import FlexTraceError
 
 __all__ = [
@@ -11,7 +10,6 @@ __all__ = [
     "FlexTraceError",
     "and_masks",
     "create_block_mask",
-    "flex_attention",
     "noop_mask",
     "or_masks",
 ]

@@ -10,12 +10,14 @@ as it is, without a gather.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from pallas_kernels.score_function import Along
 from xla_attention.flex import expression, operators
@@ -106,6 +108,37 @@ def compute(hoisted: Hoisted, captured: tuple[Array, ...], sizes: Sizes) -> Arra
     return jnp.expand_dims(value, missing)
 
 
+def compute_of_tokens(
+    hoisted: Hoisted,
+    captured: tuple[Array, ...],
+    sequence: Int[Array, " t"],
+    position: Int[Array, " t"],
+    head: Int[Array, " h"],
+    keys: int,
+) -> Array:
+    """The operand of queries whose batch and index are given one by one, for the first ``keys`` keys.
+
+    Returns:
+        ``[1 or t, 1 or h]``, and ``keys`` behind where it varies by key; float32 or int32.
+    """
+    value = _one_by_one(hoisted.value, joined=("b", "q"))
+    depends, by_key = value.depends, hoisted.along in ("key", "distance", "pair")
+    fn = _function(value, captured)
+    zero = jnp.zeros((1,), jnp.int32)
+    if by_key:
+        fn = jax.vmap(fn, in_axes=(None, None, None, 0))
+    fn = jax.vmap(jax.vmap(fn, in_axes=(None, 0, None, None)), in_axes=(0, None, 0, None))
+    if not depends & {"b", "q", "distance"}:
+        sequence = position = zero
+    x = fn(
+        sequence,
+        head if "h" in depends else zero,
+        position,
+        jnp.arange(keys, dtype=jnp.int32) if by_key else 0,
+    )
+    return x.astype(jnp.int32 if x.dtype in (jnp.bool_, jnp.int32) else jnp.float32)
+
+
 def _axes(hoisted: Hoisted, sizes: Sizes) -> dict[str, int]:
     """The axes of an operand and their lengths, but for those of length 1."""
     distances = sizes.q_len + sizes.kv_len - 1
@@ -146,41 +179,56 @@ def _whole(n: Node, captured: tuple[Array, ...], axes: dict[str, int]) -> Array 
     return x.transpose([names.index(name) for name in axes])
 
 
-def _one_by_one(root: Node) -> Node:
-    """``x[i, j]`` as ``x[i][j]`` where no axis enters both: else XLA would write down every pair (i, j)."""
+def _one_by_one(root: Node, joined: tuple[str, ...] = ()) -> Node:
+    """``x[i, j]`` as ``x[i][j]`` where no axis enters both: else XLA would write down every pair (i, j).
+
+    The inputs in ``joined`` vary along one axis.
+    """
 
     def enters(indices: tuple) -> set[str]:
         names = frozenset().union(*(i.depends for i in expression.nodes_in(indices)))
-        return names - {"distance"} | ({"q", "kv"} if "distance" in names else set())
+        names = names - {"distance"} | ({"q", "kv"} if "distance" in names else set())
+        return names | set(joined) if names & set(joined) else names
 
     def index(n: Node) -> Node | None:
         if n.op != "index":
             return None
-        x, indices = expression.mapped(n.args, _one_by_one)
+        x, indices = expression.mapped(n.args, functools.partial(_one_by_one, joined=joined))
         for k in range(1, len(indices)):
             if not enters(indices[:k]) & enters(indices[k:]):
                 x = node("index", x, indices[:k], dtype=n.dtype, shape=x.shape[k:])
-                return _one_by_one(node("index", x, indices[k:], dtype=n.dtype, shape=n.shape))
+                return _one_by_one(node("index", x, indices[k:], dtype=n.dtype, shape=n.shape), joined)
         return node("index", x, indices, dtype=n.dtype, shape=n.shape)
 
     return rebuild(root, index)
 
 
-def _indexed(value: Node, captured: tuple[Array, ...], axes: dict[str, int], sizes: Sizes) -> Array:
-    value = _one_by_one(value)
+def _function(value: Node, captured: tuple[Array, ...]) -> Callable[..., Array]:
+    """The value at indices ``(b, h, q, kv)``."""
     given = expression.inputs()
-    leaves = [n for n in expression.leaves(value) if n.op == "captured"]
+    read = {
+        n: captured[n.args[0]].astype(operators.DTYPES[n.dtype])
+        for n in expression.leaves(value)
+        if n.op == "captured"
+    }
+
+    def at(b: Any, h: Any, q: Any, kv: Any) -> Array:
+        values = {given[name]: i for name, i in zip(("b", "h", "q", "kv"), (b, h, q, kv))}
+        return jnp.asarray(evaluate(value, values | read, operators.apply))
+
+    return at
+
+
+def _indexed(value: Node, captured: tuple[Array, ...], axes: dict[str, int], sizes: Sizes) -> Array:
+    fn = _function(_one_by_one(value), captured)
 
     def one(*indices: Any) -> Array:
         at = dict(zip(axes, indices))
-        if "distance" in at:  # any pair at that distance
-            at |= {"q": at.pop("distance"), "kv": jnp.int32(0)}
-        values = {given[name]: i for name, i in at.items()}
-        values |= {n: captured[n.args[0]].astype(operators.DTYPES[n.dtype]) for n in leaves}
-        return jnp.asarray(evaluate(value, values, operators.apply))
+        q = at.get("distance", at.get("q", 0))  # any pair at that distance
+        return fn(at.get("b", 0), at.get("h", 0), q, at.get("kv", 0))
 
-    fn = one
+    mapped = one
     for n in reversed(range(len(axes))):
-        fn = jax.vmap(fn, in_axes=[0 if i == n else None for i in range(len(axes))])
+        mapped = jax.vmap(mapped, in_axes=[0 if i == n else None for i in range(len(axes))])
     first = {"distance": 1 - sizes.kv_len}
-    return fn(*(first.get(name, 0) + lax.iota(jnp.int32, n) for name, n in axes.items()))
+    return mapped(*(first.get(name, 0) + lax.iota(jnp.int32, n) for name, n in axes.items()))

@@ -13,6 +13,7 @@ from pallas_kernels.flash_attention import Operands
 from pallas_kernels.hardware import Hardware
 from xla_attention.bridge import JaxFunction, intern_static, static_of
 from xla_attention.flex.plan import Plan, operands
+from xla_attention.flex.trace import Traced
 
 # To JAX, narrower integers and wider floats are what expressions compute in anyway.
 _CONVERT = {
@@ -23,6 +24,32 @@ _CONVERT = {
     torch.int8: torch.int32,
     torch.uint8: torch.int32,
 }
+
+
+def captured_tensors(
+    score: Traced | None, mask: Traced | None, name: str, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The captured tensors of both. Those of a mask are moved: ``BlockMask.to`` leaves them behind.
+
+    Args:
+        score, mask: traced functions.
+        name: of the argument that is on ``device``.
+        device: where attention is computed.
+
+    Raises:
+        ValueError: score_mod captures one of another device, and it is not a scalar.
+    """
+    for x in score.captured if score else ():
+        if x.device != device and x.ndim:
+            raise ValueError(
+                f"score_mod: captures a tensor of shape {tuple(x.shape)} on {x.device}, {name} is on {device}"
+            )
+    return tuple(x.to(device) for traced in (score, mask) if traced for x in traced.captured)
+
+
+def for_jax(captured: tuple[Tensor, ...]) -> list[Tensor]:
+    """The tensors in types that expressions compute in."""
+    return [x.to(_CONVERT.get(x.dtype, x.dtype)) for x in captured]
 
 
 def compute_operands(plan: Plan, captured: tuple[Tensor, ...], anchor: Tensor) -> Operands:
@@ -36,7 +63,7 @@ def compute_operands(plan: Plan, captured: tuple[Tensor, ...], anchor: Tensor) -
     names = plan.names()
     if not names:
         return Operands()
-    given = [x.to(_CONVERT.get(x.dtype, x.dtype)) for x in captured] or [anchor.detach()]
+    given = for_jax(captured) or [anchor.detach()]
     return operands(names, _forward(given, intern_static(plan)))
 
 

@@ -19,7 +19,7 @@ from xla_attention.flex.hoist import Hoisted, Sizes, along, compute, split
 from xla_attention.flex.recognise import as_alibi, as_mask, as_softcap, terms
 from xla_attention.flex.trace import Traced, connect
 
-_ALWAYS = constant(True)
+ALWAYS = constant(True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +82,14 @@ def make_plan(
         FlexTraceError: an operator that kernels do not have.
     """
     score = score_mod.result if score_mod else expression.inputs()["score"]
-    condition = _ALWAYS
-    if mask_mod:
-        shift = len(score_mod.captured) if score_mod else 0
-        condition = rebuild(mask_mod.result, lambda n: _renumbered(n, shift))
+    condition = condition_of(score_mod, mask_mod)
     mask, named, rest = _split_condition(condition, sizes)
 
     alibi = as_alibi(score, mask)
     if alibi is not None and not alibi[1].captures & trained:
         score, slope = alibi
         named["alibi_slopes"] = Hoisted(slope, "head")
-    if rest is not _ALWAYS:
+    if rest is not ALWAYS:
         score = node("where", rest, score, constant(-math.inf), dtype="float32")
     softcap = as_softcap(score)
     if softcap is not None:
@@ -103,6 +100,14 @@ def make_plan(
     return Plan(mask, softcap, function, reads, tuple(named.items()), sizes)
 
 
+def condition_of(score_mod: Traced | None, mask_mod: Traced | None) -> Node:
+    """What mask_mod shows, its captured tensors numbered behind score_mod's."""
+    if mask_mod is None:
+        return ALWAYS
+    shift = len(score_mod.captured) if score_mod else 0
+    return rebuild(mask_mod.result, lambda n: _renumbered(n, shift))
+
+
 def _renumbered(n: Node, shift: int) -> Node | None:
     if n.op != "captured":
         return None
@@ -111,7 +116,7 @@ def _renumbered(n: Node, shift: int) -> Node | None:
 
 def _split_condition(condition: Node, sizes: Sizes) -> tuple[Mask, dict[str, Hoisted], Node]:
     """A static mask, the core's operands, and the condition that is left to the score function."""
-    static, named, rest = _ALWAYS, {}, _ALWAYS
+    static, named, rest = ALWAYS, {}, ALWAYS
     for term in terms(condition, "and"):
         known = _as_operands(term)
         if not term.captures and not term.depends & {"b", "h"}:
@@ -121,7 +126,7 @@ def _split_condition(condition: Node, sizes: Sizes) -> tuple[Mask, dict[str, Hoi
         else:
             rest = connect("and", rest, term)
     mask = as_mask(static)
-    if rest is not _ALWAYS:
+    if rest is not ALWAYS:
         mask = mask & Reach(rest, sizes.batch, sizes.heads)
     return mask, named, rest
 

@@ -1,6 +1,7 @@
 """Attention operators for torch tensors."""
 
 from xla_attention.ops.flash import flash_attention
+from xla_attention.ops.flex import flex_attention
 from xla_attention.ops.heads import merge_heads, split_heads
 from xla_attention.ops.paged import (
     combine_kv_pages,
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionPlacement",
     "combine_kv_pages",
     "flash_attention",
+    "flex_attention",
     "from_zigzag",
     "merge_heads",
     "multi_queries_paged_attention",

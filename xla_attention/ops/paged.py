@@ -8,15 +8,20 @@ computes all of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
 from torch import Tensor
 
-from pallas_kernels.paged_attention import PagedOperands, PagedSpec, ragged_paged_attention_reference
+from pallas_kernels.paged_attention import PagedOperands, PagedSpec
 from pallas_kernels.paged_attention import combine_kv_pages as _combine
 from pallas_kernels.paged_attention import split_kv_pages as _split
+from xla_attention.flex.operands import captured_tensors
+from xla_attention.flex.paged import make_paged_plan
+from xla_attention.flex.trace import trace
 from xla_attention.ops.checks import check_finite, check_tensor
+from xla_attention.ops.paged_eager import Functions, MaskMod, ScoreMod, attend_eagerly
 from xla_attention.ops.paged_ops import kernel_attention, kernel_update
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
@@ -39,6 +44,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Tensor:
     """Attention of one query a sequence, its last token, to keys and values in pages. No gradient.
 
@@ -58,21 +65,31 @@ def paged_attention(
         sinks: ``[heads]``: the logit of one more key of each head, whose value is zero (arXiv:2309.17453).
         k_scale: factor of the keys in pages of 8 bits: a number, or ``[kv_heads]`` float32. Default 1.
         v_scale: of the values, likewise.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as of :func:`flex_attention`: ``b`` is the
+            sequence, ``h`` the query head, and ``q_idx`` and ``kv_idx`` are positions in the sequence, not in
+            this call. It takes the place of ``softcap``.
+        mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise; what is causal, or a window, stays as it is.
+            Both are traced anew at every call, about 10 ms. Of captured tensors, what is indexed by
+            sequence, head and query costs a row of lanes for each query and head; what is indexed by key is
+            written down for each sequence and key, and by head or query too for each query, head and key, 4
+            bytes each: for long chunks of queries that is much.
 
     Returns:
-        Like ``q``; zeros where ``kv_lens`` is 0.
+        Like ``q``; zeros where ``kv_lens`` is 0, and where nothing is seen.
 
     Raises:
         TypeError: an argument's type or dtype.
         ValueError: a shape, device or value that does not fit; the message names the argument.
+        FlexTraceError: a ValueError; a function that cannot be translated, and what to write instead.
     """
     _check(q, kv_pages, kv_lens, page_indices, ("seqs", "heads", "head_dim"))
-    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale)
+    functions = Functions(score_mod, mask_mod)
+    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale, functions)
     check_tensor("q", q, q, (page_indices.shape[0], *q.shape[1:]), _QUERIES)
     if q.device.type == "xla":
-        return kernel_attention("decode", q, kv_pages, _i32(kv_lens), _i32(page_indices), operands, spec)
+        return _on_xla("decode", q, kv_pages, kv_lens, page_indices, operands, spec, functions)
     cu = torch.arange(q.shape[0] + 1)
-    return _eager(q, kv_pages, kv_lens, page_indices, cu, q.shape[0], operands, spec)
+    return attend_eagerly(q, kv_pages, kv_lens, page_indices, cu, q.shape[0], operands, spec, functions)
 
 
 def multi_queries_paged_attention(
@@ -88,14 +105,16 @@ def multi_queries_paged_attention(
     sinks: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Tensor:
     """Attention of a chunk of queries a sequence, its last tokens, causally. No gradient.
 
     Args:
         q: ``[seqs, q_len, heads, head_dim]``; of each sequence the first ``q_lens`` are queries.
         q_lens: ``[seqs]`` int32 or int64; None for ``q_len`` everywhere, and cut to it.
-        kv_pages, kv_lens, page_indices, scale, softcap, sliding_window, sinks, k_scale, v_scale: as of
-            :func:`paged_attention`.
+        kv_pages, kv_lens, page_indices, scale, softcap, sliding_window, sinks, k_scale, v_scale,
+            score_mod, mask_mod: as of :func:`paged_attention`.
 
     Returns:
         Like ``q``; zeros behind ``q_lens``, and in rows that see no key.
@@ -104,19 +123,18 @@ def multi_queries_paged_attention(
         TypeError, ValueError: as of :func:`paged_attention`.
     """
     _check(q, kv_pages, kv_lens, page_indices, ("seqs", "q_len", "heads", "head_dim"))
-    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale)
+    functions = Functions(score_mod, mask_mod)
+    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale, functions)
     seqs, q_len = page_indices.shape[0], q.shape[1]
     check_tensor("q", q, q, (seqs, *q.shape[1:]), _QUERIES)
     check_tensor("q_lens", q_lens, q, (seqs,), _INTEGERS)
     if q.device.type == "xla":
-        return kernel_attention(
-            "multi", q, kv_pages, _i32(kv_lens), _i32(page_indices), operands, spec, q_lens=_i32(q_lens)
-        )
+        return _on_xla("multi", q, kv_pages, kv_lens, page_indices, operands, spec, functions, q_lens)
     n = torch.full((seqs,), q_len) if q_lens is None else q_lens.clamp(0, q_len)
     valid = torch.arange(q_len) < n[:, None]
     cu = torch.cat([torch.zeros(1, dtype=n.dtype), n.cumsum(0)])
     o = torch.zeros_like(q)
-    o[valid] = _eager(q[valid], kv_pages, kv_lens, page_indices, cu, seqs, operands, spec)
+    o[valid] = attend_eagerly(q[valid], kv_pages, kv_lens, page_indices, cu, seqs, operands, spec, functions)
     return o
 
 
@@ -134,6 +152,8 @@ def ragged_paged_attention(
     sinks: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Tensor:
     """Attention of a flat batch in which sequences have any number of queries: prefill and decoding mixed.
 
@@ -142,8 +162,8 @@ def ragged_paged_attention(
         cu_q_lens: ``[seqs + 1]`` int32 or int64: sequence s has the queries ``cu_q_lens[s]`` up to, not
             including, ``cu_q_lens[s + 1]``; they are its last tokens.
         num_seqs: ``[1]``, likewise: sequences from there on are dead; nothing of them is read.
-        kv_pages, kv_lens, page_indices, scale, softcap, sliding_window, sinks, k_scale, v_scale: as of
-            :func:`paged_attention`.
+        kv_pages, kv_lens, page_indices, scale, softcap, sliding_window, sinks, k_scale, v_scale,
+            score_mod, mask_mod: as of :func:`paged_attention`.
 
     Returns:
         Like ``q``; zeros in rows of no live sequence, and in rows that see no key.
@@ -152,15 +172,17 @@ def ragged_paged_attention(
         TypeError, ValueError: as of :func:`paged_attention`.
     """
     _check(q, kv_pages, kv_lens, page_indices, ("total_q", "heads", "head_dim"))
-    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale)
+    functions = Functions(score_mod, mask_mod)
+    spec, operands = _static(q, kv_pages, scale, softcap, sliding_window, sinks, k_scale, v_scale, functions)
     check_tensor("cu_q_lens", _given("cu_q_lens", cu_q_lens), q, (page_indices.shape[0] + 1,), _INTEGERS)
     check_tensor("num_seqs", _given("num_seqs", num_seqs), q, (1,), _INTEGERS)
     if q.device.type == "xla":
-        return kernel_attention(
-            "ragged", q, kv_pages, _i32(kv_lens), _i32(page_indices), operands, spec,
-            q_lens=_i32(cu_q_lens), num_seqs=_i32(num_seqs),
-        )  # fmt: skip
-    return _eager(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs[0], operands, spec)
+        return _on_xla(
+            "ragged", q, kv_pages, kv_lens, page_indices, operands, spec, functions, cu_q_lens, num_seqs
+        )
+    return attend_eagerly(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs[0], operands, spec, functions
+    )
 
 
 def update_kv_pages(
@@ -290,7 +312,10 @@ def _static(
     sinks: Tensor | None,
     k_scale: float | Tensor | None,
     v_scale: float | Tensor | None,
+    functions: Functions,
 ) -> tuple[PagedSpec, PagedOperands]:
+    if softcap is not None and functions.score_mod is not None:
+        raise ValueError("softcap: got one beside score_mod, which takes its place; write it there")
     heads, dim = q.shape[-2:]
     if sliding_window is not None and (
         isinstance(sliding_window, bool) or not isinstance(sliding_window, int)
@@ -328,19 +353,45 @@ def _i32(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.to(torch.int32)
 
 
-@torch.no_grad()
-def _eager(
+def _on_xla(
+    kind: str,
     q: Tensor,
     kv_pages: Tensor,
     kv_lens: Tensor,
     page_indices: Tensor,
-    cu_q_lens: Tensor,
-    num_seqs: int | Tensor,
     operands: PagedOperands,
     spec: PagedSpec,
+    functions: Functions,
+    q_lens: Tensor | None = None,
+    num_seqs: Tensor | None = None,
 ) -> Tensor:
-    wide = ragged_paged_attention_reference(
-        q.float(), kv_pages.float(), kv_lens, page_indices, cu_q_lens, [num_seqs], operands,
-        spec=spec, xp=torch,
-    )  # fmt: skip
-    return wide.to(q.dtype)
+    pages = (q, kv_pages, *map(_i32, (kv_lens, page_indices)))
+    lens = {"q_lens": _i32(q_lens), "num_seqs": _i32(num_seqs)}
+    if functions == Functions():
+        return kernel_attention(kind, *pages, operands, spec, **lens)
+    return _traced(kind, *pages, operands, spec, functions, lens)
+
+
+# As of flex_attention: Dynamo cannot put what a closure captures into its graph.
+@torch.compiler.disable
+def _traced(
+    kind: str,
+    q: Tensor,
+    kv_pages: Tensor,
+    kv_lens: Tensor,
+    page_indices: Tensor,
+    operands: PagedOperands,
+    spec: PagedSpec,
+    functions: Functions,
+    lens: dict[str, Tensor | None],
+) -> Tensor:
+    score, mask = (None if fn is None else trace(fn, name) for name, fn in functions._asdict().items())
+    captured = captured_tensors(score, mask, "q", q.device)
+    plan = make_paged_plan(score, mask, spec.softcap)
+    windows = [n for n in (spec.sliding_window, plan.sliding_window) if n is not None]
+    spec = dataclasses.replace(
+        spec, sliding_window=min(windows, default=None), softcap=plan.softcap, score=plan.score
+    )
+    return kernel_attention(
+        kind, q, kv_pages, kv_lens, page_indices, operands, spec, **lens, plan=plan, captured=captured
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,14 @@ from torch import Tensor
 from pallas_kernels import paged_attention as kernels
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.paged_attention import PagedOperands, PagedSpec
+from pallas_kernels.score_function import OfShard
 from xla_attention.bridge import JaxFunction, Sharding, intern_static, static_of
+from xla_attention.flex.operands import for_jax
+from xla_attention.flex.paged import PagedPlan
 from xla_attention.ops.placement import AttentionPlacement, current_placement
+from xla_attention.ops.sharded import true_indices
+
+_NO_FUNCTIONS = PagedPlan()
 
 
 class Problem(NamedTuple):
@@ -24,6 +32,7 @@ class Problem(NamedTuple):
     placement: AttentionPlacement | None
     kv_heads: int
     spec: PagedSpec | None = None
+    plan: PagedPlan = _NO_FUNCTIONS
 
     def sharding(self, inputs: tuple[PartitionSpec, ...], output: PartitionSpec) -> Sharding | None:
         if self.placement is None:
@@ -53,12 +62,16 @@ def kernel_attention(
     *,
     q_lens: Tensor | None = None,
     num_seqs: Tensor | None = None,
+    plan: PagedPlan = _NO_FUNCTIONS,
+    captured: tuple[Tensor, ...] = (),
 ) -> Tensor:
-    """Of XLA tensors; ``kind`` is ``"decode"``, ``"multi"`` or ``"ragged"``, whose ``q_lens`` are sums."""
-    problem = Problem(_placement(), kv_pages.shape[2] // (2 * q.shape[-1]), spec)
-    return attention(
-        kind, q, kv_pages, kv_lens, page_indices, q_lens, num_seqs, *operands, intern_static(problem)
-    )
+    """Of XLA tensors; ``kind`` is ``"decode"``, ``"multi"`` or ``"ragged"``, whose ``q_lens`` are sums.
+
+    ``plan`` and ``captured`` are of the spec's score function, if it has one.
+    """
+    problem = intern_static(Problem(_placement(), kv_pages.shape[2] // (2 * q.shape[-1]), spec, plan))
+    pages = (kv_pages, kv_lens, page_indices)
+    return attention(kind, q, *pages, q_lens, num_seqs, *operands[:-1], for_jax(captured), problem)
 
 
 def _attention(
@@ -68,18 +81,39 @@ def _attention(
     page_indices: jax.Array,
     q_lens: jax.Array | None,
     num_seqs: jax.Array | None,
-    *operands: jax.Array | None,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    *captured: jax.Array,
     kind: str,
-    spec: PagedSpec,
+    problem: Problem,
     hardware: Hardware,
 ) -> jax.Array:
+    spec, read = _score_of_shard(problem, captured, q.shape[-2], page_indices.shape[1] * kv_pages.shape[1])
     pages = (kv_pages, kv_lens, page_indices)
-    optional, static = PagedOperands(*operands), {"spec": spec, "hardware": hardware}
+    optional, static = PagedOperands(sinks, k_scale, v_scale, read), {"spec": spec, "hardware": hardware}
     if kind == "decode":
         return kernels.paged_attention(q, *pages, optional, **static)
     if kind == "multi":
         return kernels.multi_queries_paged_attention(q, *pages, q_lens, optional, **static)
     return kernels.ragged_paged_attention(q, *pages, q_lens, num_seqs, optional, **static)
+
+
+def _score_of_shard(
+    problem: Problem, captured: tuple[jax.Array, ...], heads: int, keys: int
+) -> tuple[PagedSpec, Callable[..., tuple[jax.Array, ...]] | None]:
+    """The spec for a device that has ``heads`` query heads, and what its score function reads."""
+    spec = problem.spec
+    if spec.score is None:
+        return spec, None
+    axis = problem.heads
+    head = true_indices((axis,) if axis else (), heads)
+
+    def read(sequence: jax.Array, position: jax.Array) -> tuple[jax.Array, ...]:
+        arrays = problem.plan.arrays(captured, sequence, position, head, keys)
+        return (sequence[:, None], head[None, :], *arrays) if axis else arrays
+
+    return (dataclasses.replace(spec, score=OfShard.of(spec.score)) if axis else spec), read
 
 
 _kernel_attention = JaxFunction(_attention, "paged_attention")
@@ -90,23 +124,23 @@ _kernel_attention = JaxFunction(_attention, "paged_attention")
     mutates_args=(),
     device_types="xla",
     schema="(str kind, Tensor q, Tensor kv_pages, Tensor kv_lens, Tensor page_indices, Tensor? q_lens, "
-    "Tensor? num_seqs, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int problem) -> Tensor",
+    "Tensor? num_seqs, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor[] captured, int problem) "
+    "-> Tensor",
 )
-def attention(kind: str, *args: Tensor | int | None) -> Tensor:
-    """Attention; ``problem`` is an interned Problem."""
-    *tensors, number = args
+def attention(kind: str, *args: Any) -> Tensor:
+    """Attention; ``problem`` is an interned Problem, ``captured`` what its plan computes from."""
+    *tensors, captured, number = args
     problem: Problem = static_of(number)
     of_q = PartitionSpec(*[None] * (tensors[0].ndim - 2), problem.heads)
     by_head = PartitionSpec(problem.heads)
     lie = (of_q, PartitionSpec(None, None, problem.heads), *[PartitionSpec()] * 4, *[by_head] * 3)
     given = tuple(spec for spec, x in zip(lie, tensors, strict=True) if x is not None)
-    return _kernel_attention(*tensors, kind=kind, spec=problem.spec, sharding=problem.sharding(given, of_q))[
-        0
-    ]
+    sharding = problem.sharding((*given, *[PartitionSpec()] * len(captured)), of_q)
+    return _kernel_attention(*tensors, *captured, kind=kind, problem=problem, sharding=sharding)[0]
 
 
 @attention.register_fake
-def _(kind: str, q: Tensor, *_: Tensor | int | None) -> Tensor:
+def _(kind: str, q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 

@@ -131,12 +131,12 @@ class Shards:
             return spec, operands
         if self.context is not None:
             heads //= self.context.shards
-        batches, heads_ = _true_indices(self.batch, batch), _true_indices(self.by_head, heads)
+        batches, heads_ = true_indices(self.batch, batch), true_indices(self.by_head, heads)
         score = (batches[:, None], heads_[None, :], *operands.score)
         return dataclasses.replace(spec, score=OfShard.of(spec.score)), operands._replace(score=score)
 
 
-def _true_indices(axes: tuple[str, ...], count: int) -> jax.Array:
+def true_indices(axes: tuple[str, ...], count: int) -> jax.Array:
     """Of what this device has ``count`` of, sharded over ``axes``."""
     first = lax.axis_index(axes) * count if axes else 0
     return first + jnp.arange(count, dtype=jnp.int32)

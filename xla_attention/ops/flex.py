@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from pallas_kernels.flash_attention import AttentionSpec, BlockSizes
 from xla_attention.flex.block_mask import listed_mask
 from xla_attention.flex.hoist import Sizes
-from xla_attention.flex.operands import compute_operands
+from xla_attention.flex.operands import captured_tensors, compute_operands
 from xla_attention.flex.plan import make_plan
 from xla_attention.flex.trace import Traced, trace
 from xla_attention.ops.checks import check_finite, check_qkv
@@ -144,7 +144,7 @@ def _on_xla(
     sizes = Sizes(batch, heads, q_len, key.shape[2])
     score = trace(score_mod, "score_mod") if score_mod is not None else None
     mask = _trace_mask(block_mask, sizes)
-    captured = _captured(score, mask, query.device)
+    captured = captured_tensors(score, mask, "query", query.device)
     trained = frozenset(n for n, x in enumerate(captured) if torch.is_grad_enabled() and x.requires_grad)
     plan = make_plan(score, mask, sizes, trained)
     spec = AttentionSpec(
@@ -189,16 +189,6 @@ def _trace_mask(block_mask: BlockMask | None, sizes: Sizes) -> Traced | None:
         )
     mask_mod = listed_mask(block_mask) if block_mask.mask_mod in (None, noop_mask) else block_mask.mask_mod
     return trace(mask_mod, "mask_mod")
-
-
-def _captured(score: Traced | None, mask: Traced | None, device: torch.device) -> tuple[Tensor, ...]:
-    """The captured tensors of both. Those of a mask are moved: ``BlockMask.to`` leaves them behind."""
-    for x in score.captured if score else ():
-        if x.device != device and x.ndim:
-            raise ValueError(
-                f"score_mod: captures a tensor of shape {tuple(x.shape)} on {x.device}, query is on {device}"
-            )
-    return tuple(x.to(device) for traced in (score, mask) if traced for x in traced.captured)
 
 
 def _block_sizes(options: dict[str, Any] | None) -> BlockSizes | None:

@@ -56,8 +56,8 @@ def test_cases(name):
 @pytest.mark.parametrize(
     ("alongs", "changes"),
     [
-        (("head", "query"), {"sliding_window": 20}),
-        (("head", "query"), {"heads": 16, "kv_heads": 1, "sinks": True}),
+        pytest.param(("head", "query"), {"sliding_window": 20}, marks=pytest.mark.slow),
+        pytest.param(("head", "query"), {"heads": 16, "kv_heads": 1, "sinks": True}, marks=pytest.mark.slow),
         (("key", "head", "distance"), {"heads": 16, "kv_heads": 1}),
         (("query", "pair"), {"sliding_window": 150}),
     ],

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pallas_kernels.paged_attention import PagedSpec, paged_attention, ragged_paged_attention, update_kv_pages
+from pallas_kernels.paged_attention import (
+    PagedOperands,
+    PagedSpec,
+    paged_attention,
+    ragged_paged_attention,
+    update_kv_pages,
+)
+from pallas_kernels.score_function import ScoreFunction
 from xla_attention.benchmarks.kernels import Row
 from xla_attention.benchmarks.paged_kernels import PagedCase, candidates, share_of_floor
 from xla_attention.planner.compile import compile_for_tpu
@@ -64,6 +71,37 @@ def test_ragged_and_update(name):
         return update_kv_pages(pages, kv, slots, hardware=topology.hardware)
 
     compile_for_tpu(update, [pages, aval((64, 2048)), aval((64,), "int32")], topology)
+
+
+class _Gated(ScoreFunction):
+    """Of a head's gate, a query's factor, and the document of each key."""
+
+    def __call__(self, score, batch, head, q, kv, operands):
+        gate, factor, document = operands
+        return jnp.where(document == batch % 3, score * factor + gate * head, -jnp.inf)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_function_of_scores(name):
+    """What it reads by row and by key, in kernels of one query and of many."""
+    topology = parse_topology(name)
+    integers = [aval(shape, "int32") for shape in ((8,), (8, 128), (9,), (1,))]
+    spec = PagedSpec(128**-0.5, score=_Gated(("head", "query", "key")))
+
+    def read(sequence, position):
+        keys = jnp.arange(128 * 16, dtype=jnp.int32)
+        gate = jnp.linspace(0, 1, 32, dtype=jnp.float32)[None]
+        return (
+            gate,
+            jnp.cos(position.astype(jnp.float32))[:, None],
+            (keys // 100 + sequence[:, None])[:, None],
+        )
+
+    def ragged(q, pages, *tables):
+        operands = PagedOperands(score=read)
+        return ragged_paged_attention(q, pages, *tables, operands, spec=spec, hardware=topology.hardware)
+
+    compile_for_tpu(ragged, [aval((512, 32, 128)), aval((1024, 16, 2048)), *integers], topology)
 
 
 def test_bench_paged_prints_a_row_for_each_implementation():

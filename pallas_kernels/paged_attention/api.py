@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.paged_attention.blocks import LANES, PagedBlocks, choose_blocks
+from pallas_kernels.paged_attention.by_key import room, scales_of_pages
 from pallas_kernels.paged_attention.call import attend_blocks
 from pallas_kernels.paged_attention.kernel import QueryBlocks
 from pallas_kernels.paged_attention.score_rows import score_inputs
@@ -15,6 +16,7 @@ from pallas_kernels.paged_attention.spec import NO_OPERANDS, PagedOperands, Page
 from pallas_kernels.score_function import Along
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+_BY_KEY: tuple[Along, ...] = ("key", "distance", "pair")
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -79,18 +81,18 @@ def multi_queries_paged_attention(
     """
     seqs, q_len, heads, dim = q.shape
     check_pages(q, kv_pages)
-    blocks = _blocks(q_len, heads, dim, kv_pages, page_indices, spec, hardware)
+    blocks = _blocks(q_len, heads, dim, kv_pages, page_indices, operands, spec, hardware)
     kv_lens = _clip_lens(kv_lens, kv_pages, page_indices)
     n = jnp.full((seqs,), q_len, jnp.int32) if q_lens is None else jnp.clip(q_lens, 0, q_len)
     a_seq = -(-q_len // blocks.block_q)
     sequence = jnp.repeat(jnp.arange(seqs, dtype=jnp.int32), a_seq)
     first = jnp.tile(jnp.arange(a_seq, dtype=jnp.int32) * blocks.block_q, seqs)
-    work = _work(sequence, first, n, kv_lens, spec, blocks, kv_pages.shape[1])
+    work = _work(sequence, first, n, kv_lens, operands, spec, blocks, kv_pages.shape[1])
     pad = a_seq * blocks.block_q - q_len
     padded = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))) if pad else q
     o = _attend(
         padded.reshape(seqs * a_seq, blocks.block_q, heads, dim),
-        kv_pages, work, page_indices, operands, spec, blocks, hardware,
+        kv_pages, work, kv_lens, page_indices, operands, spec, blocks, hardware,
     )  # fmt: skip
     o = o.reshape(seqs, a_seq * blocks.block_q, heads, dim)[:, :q_len]
     if q_lens is None and q_len == 1:
@@ -138,21 +140,23 @@ def ragged_paged_attention(
 
     def attend(blocks: PagedBlocks, sequence: Array, first: Array, n: Array) -> Array:
         """Of each block, ``[blocks, block_q, heads, head_dim]``."""
-        work = _work(sequence, first, n, kv_lens, spec, blocks, kv_pages.shape[1])
+        work = _work(sequence, first, n, kv_lens, operands, spec, blocks, kv_pages.shape[1])
         token = cu[sequence][:, None] + first[:, None] + jnp.arange(blocks.block_q)
         mine = q[jnp.minimum(token, total - 1)]
-        return _attend(mine, kv_pages, work, page_indices, operands, spec, blocks, hardware)
+        return _attend(mine, kv_pages, work, kv_lens, page_indices, operands, spec, blocks, hardware)
 
     token = jnp.arange(total)
     owner = jnp.minimum(jnp.searchsorted(cu[1:], token, side="right"), seqs - 1).astype(jnp.int32)
     place = token - cu[owner]
     alive = (n[owner] > 0) & (place < n[owner]) & (place >= 0)
 
-    one = _blocks(1, heads, dim, kv_pages, page_indices, spec, hardware)
+    one = _blocks(1, heads, dim, kv_pages, page_indices, operands, spec, hardware)
     every = jnp.arange(seqs, dtype=jnp.int32)
     o = attend(one, every, jnp.zeros_like(every), jnp.where(n == 1, n, 0))[owner, 0]
     if total > 1:
-        many = _blocks(max(-(-total // seqs), 2), heads, dim, kv_pages, page_indices, spec, hardware)
+        many = _blocks(
+            max(-(-total // seqs), 2), heads, dim, kv_pages, page_indices, operands, spec, hardware
+        )
         a_seq = jnp.where(n > 1, -(-n // many.block_q), 0)
         ends = jnp.cumsum(a_seq)
         number = total // many.block_q + min(seqs, total // 2)
@@ -204,17 +208,17 @@ def _blocks(
     dim: int,
     kv_pages: Array,
     page_indices: Array,
+    operands: PagedOperands,
     spec: PagedSpec,
     hardware: Hardware,
 ) -> PagedBlocks:
     page_size = kv_pages.shape[1]
     if spec.block_kv is not None and (spec.block_kv < 1 or spec.block_kv % page_size):
         raise ValueError(f"block_kv: got {spec.block_kv}, needs a multiple of the page size, {page_size}")
-    keyed = 0 if spec.score is None else sum(_by_key(along) for along in spec.score.operands)
-    if keyed and spec.block_kv is not None and spec.block_kv % LANES:
+    if _reads_by_key(operands, spec) and spec.block_kv is not None and spec.block_kv % LANES:
         raise ValueError(
-            f"block_kv: got {spec.block_kv}, needs a multiple of {LANES} beside a score function that reads "
-            "by key"
+            f"block_kv: got {spec.block_kv}, needs a multiple of {LANES} beside scales by page, or a score "
+            "function that reads by key"
         )
     return choose_blocks(
         queries=queries,
@@ -226,12 +230,14 @@ def _blocks(
         kv_itemsize=kv_pages.dtype.itemsize,
         hardware=hardware,
         block_kv=spec.block_kv,
-        keyed=keyed,
+        keyed=0 if spec.score is None else sum(along in _BY_KEY for along in spec.score.operands),
     )
 
 
-def _by_key(along: Along) -> bool:
-    return along in ("key", "distance", "pair")
+def _reads_by_key(operands: PagedOperands, spec: PagedSpec) -> bool:
+    """Whether values follow the keys; they are fetched by whole registers."""
+    scales = any(x is not None and x.ndim == 2 for x in (operands.k_scale, operands.v_scale))
+    return scales or (spec.score is not None and any(along in _BY_KEY for along in spec.score.operands))
 
 
 def _work(
@@ -239,6 +245,7 @@ def _work(
     first: Array,
     q_lens: Array,
     kv_lens: Array,
+    operands: PagedOperands,
     spec: PagedSpec,
     blocks: PagedBlocks,
     page_size: int,
@@ -249,9 +256,7 @@ def _work(
     end = jnp.maximum(position + n, 0)
     begin = jnp.zeros_like(end)
     if spec.sliding_window is not None:
-        whole = page_size
-        if spec.score is not None and any(map(_by_key, spec.score.operands)):
-            whole = max(page_size, LANES)  # values by key are fetched by whole registers
+        whole = max(page_size, LANES if _reads_by_key(operands, spec) else 1)
         begin = jnp.maximum(position - spec.sliding_window + 1, 0) // whole * whole
     dead = (n == 0) | (end == 0)
     return QueryBlocks(sequence, jnp.where(dead, 0, begin), jnp.where(dead, 0, end), position)
@@ -261,6 +266,7 @@ def _attend(
     q: Array,
     kv_pages: Array,
     work: QueryBlocks,
+    kv_lens: Array,
     page_indices: Array,
     operands: PagedOperands,
     spec: PagedSpec,
@@ -273,13 +279,20 @@ def _attend(
     sets, group = kv_heads // blocks.heads, heads // kv_heads
     rows = q.reshape(n, block_q, sets, blocks.heads, group, dim).transpose(0, 2, 3, 1, 4, 5)
     tables = jnp.clip(page_indices, 0, kv_pages.shape[0] - 1)
-    context = page_indices.shape[1] * kv_pages.shape[1]
+    page_size = kv_pages.shape[1]
+    context = page_indices.shape[1] * page_size
+    keys = room(context, blocks.block_kv)
+    page_scales = tuple(
+        scales_of_pages(x, tables, kv_lens, page_size, blocks.heads, keys)
+        for x in (operands.k_scale, operands.v_scale)
+    )
     score = score_inputs(
         operands, spec, work.sequence, work.position, blocks, (sets, blocks.heads, group), context
     )
     o = attend_blocks(
         rows.reshape(n, sets, blocks.heads * block_q * group, dim),
         kv_pages, work, tables, operands, spec=spec, blocks=blocks, hardware=hardware, score=score,
+        page_scales=page_scales,
     )  # fmt: skip
     o = o.reshape(n, sets, blocks.heads, block_q, group, dim).transpose(0, 3, 1, 2, 4, 5)
     return o.reshape(n, block_q, heads, dim)

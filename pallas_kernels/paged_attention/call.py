@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.paged_attention.blocks import LANES, PagedBlocks
+from pallas_kernels.paged_attention.by_key import ByKey
 from pallas_kernels.paged_attention.kernel import WINDOW, QueryBlocks, Step
 from pallas_kernels.paged_attention.score_rows import PagedScore, ScoreInputs
 from pallas_kernels.paged_attention.spec import PagedOperands, PagedSpec
@@ -29,6 +30,7 @@ def attend_blocks(
     blocks: PagedBlocks,
     hardware: Hardware,
     score: ScoreInputs | None = None,
+    page_scales: tuple[Array | None, Array | None] = (None, None),
 ) -> Float[Array, "n sets rows d"]:
     """Attention of a list of query blocks.
 
@@ -41,6 +43,8 @@ def attend_blocks(
         operands: optional tensors; ``score`` is given by itself.
         spec, blocks, hardware: what to compute, how, and on what.
         score: what the spec's score function reads of these blocks.
+        page_scales: factors of keys and of values by page, ``[s, sets, heads, keys]``; those by head alone
+            are in ``operands``.
 
     Returns:
         Like ``q``. Rows that see nothing are zero; rows behind a block's last query mean nothing.
@@ -67,9 +71,12 @@ def attend_blocks(
     def window(core: Any, step: Any, work: Any) -> tuple[Any]:
         return (work[core * of_core + step] // WINDOW,)
 
-    given = [x is not None for x in operands[:-1]]
-    extra = [x.astype(jnp.float32) for x in operands[:-1] if x is not None]
-    keyed = () if score is None else score.keyed
+    by_head = [None if x is None or x.ndim > 1 else x.astype(jnp.float32) for x in operands[:-1]]
+    given = [x is not None for x in by_head]
+    extra = [x for x in by_head if x is not None]
+    of_pages = [x for x in page_scales if x is not None]
+    of_rows = of_scores[: 0 if score is None else len(of_scores) - len(score.keyed)]
+    keyed = [*of_scores[len(of_rows) :], *of_pages]
 
     def block_spec(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda core, step, _: (core * of_core + step, 0, 0, 0))
@@ -83,18 +90,22 @@ def attend_blocks(
     def kernel(work: Any, tables: Any, q: Any, kv: Any, *refs: Any) -> None:
         rest = iter(refs)
         optional = [next(rest) if there else None for there in given]
-        of_rows = next(rest) if score is not None and score.rows is not None else None
-        of_keys = tuple(itertools.islice(rest, len(keyed)))
+        rows_ref = next(rest) if of_rows else None
+        arrays = tuple(itertools.islice(rest, len(keyed)))
         o, *scratch = rest
-        scratch, rings = scratch[: -len(keyed) or None], scratch[len(scratch) - len(keyed) :]
-        function = None
+        scratch, rings = scratch[: len(scratch) - len(keyed)], scratch[len(scratch) - len(keyed) :]
+        by_key = function = None
+        if keyed:
+            by_sequence = (False,) * (len(keyed) - len(of_pages)) + (True,) * len(of_pages)
+            by_key = ByKey(arrays, by_sequence, tuple(rings), scratch[-1], blocks.block_kv)
+        of_scales = iter(rings[len(keyed) - len(of_pages) :])
+        k_scales, v_scales = (None if x is None else next(of_scales) for x in page_scales)
         if score is not None:
             function = PagedScore(
-                spec.score, score.dtypes, score.by_key, of_rows, of_keys, tuple(rings), scratch[-1],
-                blocks.block_kv, blocks.transposed,
-            )  # fmt: skip
+                spec.score, score.dtypes, score.by_key, rows_ref, tuple(rings), blocks.transposed
+            )
         Step(
-            work, tables, q, kv, *optional, o, *scratch, function,
+            work, tables, q, kv, *optional, o, *scratch, function, by_key, k_scales, v_scales,
             blocks=blocks, spec=spec, group=rows // (blocks.heads * blocks.block_q),
             core=pl.program_id(0),
             step=pl.program_id(1),
@@ -112,7 +123,7 @@ def attend_blocks(
                 rows_spec,
                 pl.BlockSpec(memory_space=pl.ANY),
                 *[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(extra),
-                *[block_spec(*x.shape[1:]) for x in of_scores[: len(of_scores) - len(keyed)]],
+                *[block_spec(*x.shape[1:]) for x in of_rows],
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(keyed),
             ],
             out_specs=rows_spec,
@@ -134,5 +145,5 @@ def attend_blocks(
         ),
         interpret=hardware.interpret,
         name="paged_attention",
-    )(jnp.concatenate(work).astype(jnp.int32), tables.reshape(-1), q, kv_pages, *extra, *of_scores)
+    )(jnp.concatenate(work).astype(jnp.int32), tables.reshape(-1), q, kv_pages, *extra, *of_rows, *keyed)
     return out[:n]

@@ -37,8 +37,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
 from pallas_kernels import scores
-from pallas_kernels.flash_attention.tiles import MASKED, NN, NT, dot
+from pallas_kernels.flash_attention.tiles import MASKED, NN, NT, as_column, dot
 from pallas_kernels.paged_attention.blocks import PagedBlocks
+from pallas_kernels.paged_attention.by_key import ByKey
 from pallas_kernels.paged_attention.score_rows import PagedScore
 from pallas_kernels.paged_attention.spec import PagedSpec
 
@@ -90,6 +91,9 @@ class Step:
     ring: Any  # SMEM (4,): blocks asked for, cursor (query block, block of keys), blocks awaited
     arrived: Any  # DMA semaphores, one a buffer
     score: PagedScore | None
+    by_key: ByKey | None
+    k_scales: Any  # of pages: (depth, sets, kv heads of a set, block_kv), a buffer of by_key, or None
+    v_scales: Any  # likewise
     blocks: PagedBlocks
     spec: PagedSpec
     group: int
@@ -147,12 +151,13 @@ class Step:
     def move_on(self) -> None:
         """Moves the cursor behind a block whose pages were asked for, once the rest of it is too."""
         block, n = self.ring[1], self.ring[2]
-        if self.score is not None:
+        if self.by_key is not None:
             begin, slot = self.entry("begin", block), lax.rem(self.ring[0], self.blocks.depth)
 
             @pl.when(self.entry("end", block) > begin)
             def _() -> None:
-                self.score.start(slot, block, begin + n * self.blocks.block_kv)
+                sequence = self.entry("sequence", block)
+                self.by_key.start(slot, block, sequence, begin + n * self.blocks.block_kv)
 
         ends = n + 1 >= self.key_blocks(block)
         self.ring[0] = self.ring[0] + 1
@@ -195,6 +200,16 @@ class Step:
         for n in range(1, self.blocks.heads):
             column = jnp.where(head == n, values[first + n], column)
         return column
+
+    def by_head_and_key(self, buffer: Any, slot: Any, set_: Any, keys: slice) -> Array:
+        """The values of each row's kv head: (rows, keys) or a row, or transposed a column."""
+        x = buffer[slot, set_, :, keys]
+        if self.blocks.transposed:
+            return as_column(x)
+        tile = x[:1]
+        for n in range(1, self.blocks.heads):
+            tile = jnp.where(self.row_head(x.shape[1]) == n, x[n : n + 1], tile)
+        return tile
 
     def statistics(self, set_: Any) -> tuple[Array, Array]:
         """m and l of each row: a column, or transposed a row."""
@@ -280,6 +295,9 @@ class Step:
             x = self.buffers[slot, i * part : (i + 1) * part, lanes]
             return (widen_float8(x) if x.dtype == jnp.float8_e4m3fn else x).astype(q.dtype)
 
+        def at(i: int) -> slice:
+            return slice(i * part, (i + 1) * part)
+
         def ask(step: int) -> None:
             """A part of the copies; loads do not move across it, and arithmetic does."""
             if ask_beside is not None:
@@ -291,10 +309,12 @@ class Step:
             ask(2 * i)
             if self.k_scale is not None:
                 products = products * self.by_head(self.k_scale, set_)
+            if self.k_scales is not None:
+                products = products * self.by_head_and_key(self.k_scales, slot, set_, at(i))
             if self.score is None:
                 s = scores.logits(products, scale=self.spec.scale, softcap=self.spec.softcap)
             else:
-                s = self.scored(products, slot, set_, start, position, slice(i * part, (i + 1) * part))
+                s = self.scored(products, slot, set_, start, position, at(i))
             if left is None:
                 return s
             token = lax.broadcasted_iota(jnp.int32, s.shape, along) // self.group % self.blocks.block_q
@@ -314,6 +334,8 @@ class Step:
             old, m = m, jnp.maximum(m, jnp.max(s, axis=across, keepdims=True))
             alpha, p = scores.exp2(old - m), scores.exp2(s - m)
             total = total * alpha + jnp.sum(p, axis=across, keepdims=True)
+            if self.v_scales is not None:
+                p = p * self.by_head_and_key(self.v_scales, slot, set_, at(i))
             p = p.astype(v.dtype)
             pv = dot(v.T, p, NN) if self.blocks.transposed else dot(p, v, NN)
             self.acc[set_] = self.acc[set_] * alpha + pv
@@ -366,8 +388,8 @@ class Step:
                 clear = clear & (start >= first_of_last)
             there, at, further = self.wanted()
             common = clear & there & (further >= block_kv)
-            if self.score is not None:
-                pl.when(left > 0)(lambda: self.score.wait(slot))
+            if self.by_key is not None:
+                pl.when(left > 0)(lambda: self.by_key.wait(slot))
 
             def wait() -> None:
                 pltpu.make_async_copy(

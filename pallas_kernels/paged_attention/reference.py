@@ -74,9 +74,9 @@ def ragged_paged_attention_reference(
         rows = kv_pages[xp.asarray(pages)].reshape(-1, width)[:kv_len].reshape(kv_len, 2, kv_heads, dim)
         k, v = (xp.moveaxis(rows[:, n], 0, 1) for n in (0, 1))
         if operands.k_scale is not None:
-            k = k * operands.k_scale[:, None, None]
+            k = k * scale_of_keys(operands.k_scale, pages, page_size, kv_len)
         if operands.v_scale is not None:
-            v = v * operands.v_scale[:, None, None]
+            v = v * scale_of_keys(operands.v_scale, pages, page_size, kv_len)
         before = kv_len - (stop - first)
         attention = AttentionSpec(spec.scale, spec.mask(before), spec.softcap)
         read = ()
@@ -93,6 +93,13 @@ def ragged_paged_attention_reference(
         parts.append(xp.moveaxis(o[0], 0, 1))
     parts.append(xp.zeros_like(q[done:]))
     return xp.concatenate(parts, 0)
+
+
+def scale_of_keys(scale: Any, pages: list[int], page_size: int, kv_len: int) -> Any:
+    """Factors ``[kv_heads, 1 or kv_len, 1]`` of a sequence that lies in ``pages``."""
+    if scale.ndim == 1:
+        return scale[:, None, None]
+    return scale[[pages[n // page_size] for n in range(kv_len)]].T[:, :, None]
 
 
 def _of_queries(x: Any, queries: int, keys: int, xp: Any) -> Any:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.flash_attention.tiles import as_column
 from pallas_kernels.paged_attention.blocks import LANES, PagedBlocks
+from pallas_kernels.paged_attention.by_key import room
 from pallas_kernels.paged_attention.spec import PagedOperands, PagedSpec
 from pallas_kernels.score_function import ScoreFunction
 
@@ -67,7 +66,7 @@ def score_inputs(
     token = (position[:, None] + jnp.arange(block_q, dtype=jnp.int32)).reshape(-1)
     of_tokens = operands.score(jnp.repeat(sequence, block_q), token)
     of_blocks = operands.score(sequence, position)  # where queries do not differ; XLA drops what is not used
-    room = -(-context // LANES) * LANES + blocks.block_kv  # no block ends behind it
+    keys = room(context, blocks.block_kv)
 
     def by_row(x: Array) -> Array:
         x = jnp.broadcast_to(x, (n * block_q, sets * of_set * group, *x.shape[2:]))
@@ -82,7 +81,7 @@ def score_inputs(
         x = by_row(of_token)
         if along == "key" and of_block.shape[1] == 1:
             x = jnp.broadcast_to(of_block[:, :, None], (n, 1, 1, of_block.shape[2]))
-        keyed.append(jnp.pad(x, ((0, 0),) * 3 + ((0, room - x.shape[3]),)))
+        keyed.append(jnp.pad(x, ((0, 0),) * 3 + ((0, keys - x.shape[3]),)))
     packed = None
     if rows:
         axis, size = (2, SUBLANES) if blocks.transposed else (3, LANES)
@@ -102,10 +101,8 @@ class PagedScore:
     Attributes:
         function: of scores.
         dtypes, by_key: as of :class:`ScoreInputs`.
-        rows, keyed: references, likewise; ``keyed`` are in HBM, ``rows`` are this block's.
+        rows: reference to this block's.
         buffers: of each of ``keyed``, ``[depth, sets, rows, block_kv]`` or ``[depth, 1, 1, block_kv]``.
-        arrived: DMA semaphores, one a buffer.
-        block_kv: keys of a buffer.
         transposed: whether rows lie along lanes.
     """
 
@@ -113,28 +110,8 @@ class PagedScore:
     dtypes: tuple[str, ...]
     by_key: tuple[bool, ...]
     rows: Any
-    keyed: tuple[Any, ...]
     buffers: tuple[Any, ...]
-    arrived: Any
-    block_kv: int
     transposed: bool
-
-    def _copies(self, slot: Any, block: Any, start: Any) -> list[Any]:
-        keys = pl.ds(pl.multiple_of(start, LANES), self.block_kv)
-        return [
-            pltpu.make_async_copy(x.at[block, :, :, keys], buffer.at[slot], self.arrived.at[slot])
-            for x, buffer in zip(self.keyed, self.buffers)
-        ]
-
-    def start(self, slot: Any, block: Any, start: Any) -> None:
-        """Asks for what varies by key, of a block of queries and of keys from ``start``."""
-        for copy in self._copies(slot, block, start):
-            copy.start()
-
-    def wait(self, slot: Any) -> None:
-        """Until what was asked for into a buffer is there."""
-        for copy in self._copies(slot, 0, 0):
-            copy.wait()
 
     def apply(
         self,

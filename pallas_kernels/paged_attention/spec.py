@@ -54,8 +54,9 @@ class PagedOperands(NamedTuple):
 
     Attributes:
         sinks: ``[heads]``: the logit of one more key of each head, whose value is zero.
-        k_scale: ``[kv_heads]``: factor of the keys in the pages, for caches of 8 bits.
-        v_scale: ``[kv_heads]``: factor of the values, likewise.
+        k_scale: ``[kv_heads]`` or ``[num_pages, kv_heads]``: factor of the keys in the pages, for caches of 8
+            bits.
+        v_scale: factor of the values, likewise.
         score: from sequences and positions of some tokens, each ``[t]`` int32, what the spec's score function
             reads of them, float32 or int32: ``[1 or t, 1 or heads]`` of operands along heads or queries, and
             ``[1 or t, 1 or heads, pages_per_seq * page_size]`` of those along keys, distances or pairs.
@@ -63,8 +64,8 @@ class PagedOperands(NamedTuple):
     """
 
     sinks: Float[Array, " h"] | None = None
-    k_scale: Float[Array, " g"] | None = None
-    v_scale: Float[Array, " g"] | None = None
+    k_scale: Float[Array, "*pages g"] | None = None
+    v_scale: Float[Array, "*pages g"] | None = None
     score: Callable[[Int[Array, " t"], Int[Array, " t"]], tuple[Array, ...]] | None = None
 
 

@@ -62,7 +62,8 @@ def test_update_in_place(device):
     assert torch.equal(pages.cpu(), want.view(before.shape))
 
 
-def test_pages_of_8_bits_and_their_error():
+@pytest.mark.parametrize("by_page", [False, True])
+def test_pages_of_8_bits_and_their_error(by_page):
     """int8 with the scale of the largest value: half a step is 1/254 of it, float8_e4m3fn keeps 4 bits."""
     torch.manual_seed(0)
     k, v = torch.randn(20, 2, 16), torch.randn(20, 2, 16)
@@ -73,11 +74,15 @@ def test_pages_of_8_bits_and_their_error():
     want = paged.paged_attention(q, exact, kv_lens, table)
     for dtype, most, limit in ((torch.int8, 127, 0.02), (torch.float8_e4m3fn, 448, 0.06)):
         scales = {"k_scale": k.abs().max().item() / most, "v_scale": v.abs().max().item() / most}
+        if by_page:  # of page 1; nothing is in page 0
+            by_head = {"k_scale": k.abs().amax((0, 2)) / most, "v_scale": v.abs().amax((0, 2)) / most}
+            scales = {name: torch.stack([torch.zeros(2), x]) for name, x in by_head.items()}
         pages = torch.zeros(2, 32, 64).to(dtype)
         paged.update_kv_pages(pages, k, v, slots, **scales)
         plain = paged.paged_attention(q, pages, kv_lens, table, **scales)
         assert relative(plain, want) < limit
         on_xla = [x.to("xla") for x in (q, torch.zeros(2, 32, 64).to(dtype), kv_lens, table)]
+        scales = {name: x.to("xla") if by_page else x for name, x in scales.items()}
         paged.update_kv_pages(on_xla[1], *(x.to("xla") for x in (k, v, slots)), **scales)
         assert relative(paged.paged_attention(*on_xla, **scales).cpu(), plain) < 2e-6
 
@@ -108,6 +113,11 @@ GOOD = {
         ({"sliding_window": 2.0}, TypeError, "sliding_window: got float"),
         ({"sinks": torch.ones(3)}, ValueError, "sinks: got shape"),
         ({"k_scale": 2.0}, ValueError, "k_scale: got one for pages in torch.float32"),
+        (
+            {"kv_pages": torch.ones(4, 32, 64).to(torch.int8), "k_scale": torch.ones(3, 2)},
+            ValueError,
+            r"k_scale: got shape \(3, 2\)",
+        ),
     ],
 )
 def test_bad_arguments_are_named(changes, error, message):

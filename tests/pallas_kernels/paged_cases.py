@@ -79,6 +79,7 @@ class Case:
     sliding_window: int | None = None
     block_kv: int | None = None
     score: tuple[str, ...] | None = None
+    scales_by_page: bool = False
     seed: int = 0
 
     @property
@@ -105,9 +106,9 @@ class Case:
         pages = random.standard_normal((num_pages, self.page_size, width), np.float32)
         scales = {}
         if self.cache in ("int8", "float8_e4m3fn"):
+            shape = (num_pages, self.kv_heads) if self.scales_by_page else self.kv_heads
             scales = {
-                name: random.uniform(0.01, 0.02, self.kv_heads).astype(np.float32)
-                for name in ("k_scale", "v_scale")
+                name: random.uniform(0.01, 0.02, shape).astype(np.float32) for name in ("k_scale", "v_scale")
             }
             pages = np.clip(pages * 50, -127, 127)
         pages = pages.astype(CACHES[self.cache])
@@ -117,6 +118,9 @@ class Case:
                 for at in range(min(kv_len, self.page_size * self.pages_per_seq)):
                     where = tables[s, at // self.page_size], at % self.page_size
                     pages[where] = clean[where]
+        if self.scales_by_page:  # of pages that nothing was written to
+            for x in scales.values():
+                x[sorted(set(range(num_pages)) - set(tables[: len(self.lens)].ravel().tolist()))] = np.nan
         operands = PagedOperands(
             random.standard_normal(self.heads).astype(np.float32) if self.sinks else None, **scales
         )

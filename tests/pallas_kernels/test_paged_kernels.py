@@ -71,6 +71,14 @@ def test_a_score_function_reads_what_it_asks_for(alongs, changes):
     assert relative(case.ragged(), without.expected()) > 0.1
 
 
+@pytest.mark.parametrize(("kv_heads", "cache"), [(4, "int8"), (1, "float8_e4m3fn")])
+def test_scales_by_page(kv_heads, cache):
+    """Four kv heads share a product in decoding; 16 query heads on one are computed transposed."""
+    case = Case(((1, 300), (17, 280), (1, 1)), heads=16, kv_heads=kv_heads, page_size=32, pages_per_seq=10)
+    case = dataclasses.replace(case, cache=cache, scales_by_page=True, sliding_window=170, block_kv=128)
+    assert relative(case.ragged(), case.expected()) < EXACT
+
+
 LENS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 96)), max_size=SEQS).filter(
     lambda lens: sum(n for n, _ in lens) <= ROWS
 )

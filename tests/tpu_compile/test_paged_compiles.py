@@ -104,6 +104,22 @@ def test_a_function_of_scores(name):
     compile_for_tpu(ragged, [aval((512, 32, 128)), aval((1024, 16, 2048)), *integers], topology)
 
 
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_scales_by_page(name):
+    topology = parse_topology(name)
+    integers = [aval(shape, "int32") for shape in ((8,), (8, 64), (9,), (1,))]
+    scales = [aval((1024, 8), "float32")] * 2
+
+    def ragged(q, pages, k_scale, v_scale, *tables):
+        operands = PagedOperands(k_scale=k_scale, v_scale=v_scale)
+        spec = PagedSpec(128**-0.5)
+        return ragged_paged_attention(q, pages, *tables, operands, spec=spec, hardware=topology.hardware)
+
+    compile_for_tpu(
+        ragged, [aval((512, 32, 128)), aval((1024, 32, 2048), "int8"), *scales, *integers], topology
+    )
+
+
 def test_bench_paged_prints_a_row_for_each_implementation():
     from xla_attention.cli import app
 

@@ -63,7 +63,8 @@ def paged_attention(
         sliding_window: a query sees that many keys, its own the last (Mistral, arXiv:2310.06825); pages
             before are not read.
         sinks: ``[heads]``: the logit of one more key of each head, whose value is zero (arXiv:2309.17453).
-        k_scale: factor of the keys in pages of 8 bits: a number, or ``[kv_heads]`` float32. Default 1.
+        k_scale: factor of the keys in pages of 8 bits: a number, ``[kv_heads]`` or ``[num_pages, kv_heads]``
+            float32. Default 1.
         v_scale: of the values, likewise.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` as of :func:`flex_attention`: ``b`` is the
             sequence, ``h`` the query head, and ``q_idx`` and ``kv_idx`` are positions in the sequence, not in
@@ -203,7 +204,9 @@ def update_kv_pages(
         v: likewise.
         slots: ``[tokens]`` int32 or int64: ``page * page_size + row`` of each token. Outside the pool,
             negative ones included, a token is dropped; of equal ones the last is kept.
-        k_scale: a number, or ``[kv_heads]`` float32; for pages of 8 bits only. Default 1.
+        k_scale: a number, ``[kv_heads]`` or ``[num_pages, kv_heads]`` float32; for pages of 8 bits only.
+            Default 1. What is in a page already keeps the scale that it was written with: choose a page's
+            before its first token.
         v_scale: likewise.
 
     Raises:
@@ -226,7 +229,9 @@ def update_kv_pages(
     for name, x, factor in (("k_scale", k, k_scale), ("v_scale", v, v_scale)):
         scales = _scale(name, factor, kv_pages, kv_heads)
         if quantised:
-            x = x.float() if scales is None else x.float() / scales[:, None]
+            if scales is not None and scales.ndim == 2:
+                scales = scales[(slots // kv_pages.shape[1]).clamp(0, len(scales) - 1).long()]
+            x = x.float() if scales is None else x.float() / scales[..., None]
             most = _MOST[kv_pages.dtype]
             x = x.clamp(-most, most)
             x = (x.round() if kv_pages.dtype == torch.int8 else x).to(kv_pages.dtype)
@@ -333,13 +338,14 @@ def _static(
 
 
 def _scale(name: str, x: float | Tensor | None, kv_pages: Tensor, kv_heads: int) -> Tensor | None:
-    """``[kv_heads]`` float32."""
+    """``[kv_heads]`` or ``[num_pages, kv_heads]`` float32."""
     if x is None:
         return None
     if kv_pages.dtype not in _EIGHT_BITS:
         raise ValueError(f"{name}: got one for pages in {kv_pages.dtype}; only those of 8 bits have scales")
     if isinstance(x, Tensor):
-        check_tensor(name, x, kv_pages, (kv_heads,), (torch.float32,))
+        shape = (kv_heads,) if x.ndim == 1 else (kv_pages.shape[0], kv_heads)
+        check_tensor(name, x, kv_pages, shape, (torch.float32,))
         return x
     return _constant(check_finite(name, x, positive=True), kv_heads, kv_pages.device)
 

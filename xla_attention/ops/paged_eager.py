@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from pallas_kernels.paged_attention import PagedOperands, PagedSpec, ragged_paged_attention_reference
+from pallas_kernels.paged_attention.reference import scale_of_keys
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -67,9 +68,9 @@ def _by_sequence(
         rows = kv_pages[pages].reshape(-1, width)[:kv_len].reshape(kv_len, 2, -1, q.shape[2])
         k, v = (x.transpose(0, 1) for x in rows.unbind(1))
         if operands.k_scale is not None:
-            k = k * operands.k_scale[:, None, None]
+            k = k * scale_of_keys(operands.k_scale, pages.tolist(), page_size, kv_len)
         if operands.v_scale is not None:
-            v = v * operands.v_scale[:, None, None]
+            v = v * scale_of_keys(operands.v_scale, pages.tolist(), page_size, kv_len)
         o, lse = torch_flex_attention(
             q[None, first:stop].transpose(1, 2), k[None], v[None],
             _score_mod(spec, functions, s, kv_len - (stop - first)),

@@ -132,8 +132,11 @@ def attention(kind: str, *args: Any) -> Tensor:
     *tensors, captured, number = args
     problem: Problem = static_of(number)
     of_q = PartitionSpec(*[None] * (tensors[0].ndim - 2), problem.heads)
-    by_head = PartitionSpec(problem.heads)
-    lie = (of_q, PartitionSpec(None, None, problem.heads), *[PartitionSpec()] * 4, *[by_head] * 3)
+    pages = PartitionSpec(None, None, problem.heads)
+    by_head = (
+        None if x is None else PartitionSpec(*[None] * (x.ndim - 1), problem.heads) for x in tensors[6:]
+    )
+    lie = (of_q, pages, *[PartitionSpec()] * 4, *by_head)
     given = tuple(spec for spec, x in zip(lie, tensors, strict=True) if x is not None)
     sharding = problem.sharding((*given, *[PartitionSpec()] * len(captured)), of_q)
     return _kernel_attention(*tensors, *captured, kind=kind, problem=problem, sharding=sharding)[0]

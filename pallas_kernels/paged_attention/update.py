@@ -22,6 +22,9 @@ def update_kv_pages(kv_pages: Array, kv: Array, slots: Int[Array, " t"], *, hard
     Rows are packed several to a register, so what is read, changed and written back is a tile of them. Tokens
     are visited by slot: those of one tile follow each other, and it stays in VMEM meanwhile.
 
+    It is not fused with attention, as there is no pass over the pages to save: it reads and writes one tile a
+    token, 128 KB at 8 kv heads of 128 in bfloat16, beside the 32 MB that a query at 8k reads.
+
     Args:
         kv_pages: ``[num_pages, page_size, 2 * kv_heads * head_dim]``.
         kv: ``[tokens, 2 * kv_heads * head_dim]`` in the dtype of the pages: K of all heads, then V.

@@ -54,8 +54,12 @@ def test_update_in_place(device):
     slots = torch.tensor([9, 3, -1, 9, 32, 31])
     pages = before.clone().to(device)
     if device == "xla":
-        torch_xla.sync()
+        torch_xla.sync(wait=True)
+        buffer = torch_xla._XLAC._unsafe_buffer_pointer(pages)
     assert paged.update_kv_pages(pages, *(x.to(device) for x in (k, v, slots))) is None
+    if device == "xla":  # its buffer is given to the program, and comes back
+        torch_xla.sync(wait=True)
+        assert torch_xla._XLAC._unsafe_buffer_pointer(pages) == buffer
     want = before.clone().view(32, -1)
     for n in (1, 3, 5):  # 9 is written twice, and two are outside
         want[slots[n]] = torch.cat([k[n].flatten(), v[n].flatten()])

@@ -17,11 +17,13 @@ from torch import Tensor
 from pallas_kernels.paged_attention import PagedOperands, PagedSpec
 from pallas_kernels.paged_attention import combine_kv_pages as _combine
 from pallas_kernels.paged_attention import split_kv_pages as _split
+from xla_attention.flex.block_mask import MaskMod
 from xla_attention.flex.operands import captured_tensors
 from xla_attention.flex.paged import make_paged_plan
 from xla_attention.flex.trace import trace
 from xla_attention.ops.checks import check_finite, check_tensor
-from xla_attention.ops.paged_eager import Functions, MaskMod, ScoreMod, attend_eagerly
+from xla_attention.ops.flex import ScoreMod
+from xla_attention.ops.paged_eager import Functions, attend_eagerly
 from xla_attention.ops.paged_ops import kernel_attention, kernel_update
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)

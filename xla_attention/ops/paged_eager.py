@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,9 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 from pallas_kernels.paged_attention import PagedOperands, PagedSpec, ragged_paged_attention_reference
 from pallas_kernels.paged_attention.reference import scale_of_keys
-
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from xla_attention.flex.block_mask import MaskMod
+from xla_attention.ops.flex import ScoreMod
 
 
 class Functions(NamedTuple):
